@@ -1,5 +1,6 @@
-"""Training inside a real image on a real Slurm: stopped, resumed and exported; and Ray."""
+"""Jobs inside a real image on a real Slurm: stopped, resumed and exported; killed; and Ray."""
 
+import os
 import shutil
 import sys
 import uuid
@@ -60,3 +61,36 @@ def test_ray_and_ppo_in_an_image(workspace: Workspace) -> None:
     status = workspace.status("ray")
     assert (status["state"], status["step"]) == ("COMPLETED", 2)
     assert (workspace.folder / "runs" / "ray" / "model" / "config.json").is_file()
+
+
+@pytest.mark.long
+def test_no_unpacked_image_stays(workspace: Workspace, slurm_cluster: Cluster) -> None:
+    nodes = ("node1", "node2")
+    job = ["submit", "sft", *INSIDE, "container.unpack=always", "--sbatch", "nodelist=node[1-2]", *QUICK]
+
+    def unpacked() -> list[str]:
+        find = ["find", "/tmp", "-maxdepth", "1", "-name", f"{os.getuid()}.*.image.*"]
+        return [path for node in nodes for path in slurm_cluster.exec_on(node, find, check=True).stdout.split()]
+
+    def start(name: str) -> str:
+        workspace.ok(*job, "--job-name", name, *workspace.hold_at(2, PACKAGES))
+        workspace.wait_for_step(name, 2)
+        assert len(unpacked()) == 2
+        return str(workspace.status(name)["job_id"])
+
+    def kill(pattern: str, *nodes: str) -> None:
+        for node in nodes:
+            slurm_cluster.exec_on(node, ["pkill", "-KILL", "-f", "--", pattern], check=True)
+
+    killed = start("killed")
+    kill("runs/killed/attempt-1/container.sh", "node2")
+    assert slurm_cluster.wait_job(killed) == "FAILED"
+    assert unpacked() == []  # the job's script has removed it
+    with_script = start("with-script")
+    kill("/slurm_script", "node1")
+    kill("runs/with-script/attempt-1/container.sh", "node1", "node2")
+    slurm_cluster.wait_job(with_script)
+    slurm_cluster.wait_idle()
+    assert len(unpacked()) == 2
+    workspace.ok(*job, "--job-name", "next", PYTHONPATH, "trainer.total_training_steps=1", "--wait")
+    assert unpacked() == []
