@@ -1,4 +1,4 @@
-"""The table of outcomes, printed at the end of the tests that injected faults."""
+"""The outcomes of the faults that tests injected, printed as a table at the end."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.faults.outcomes import Outcome, read, table, write
+from tests.faults.outcomes import Outcome, table, write
 
 FOLDER = Path(os.environ.get("HPC_RL_FAULTS", "build/faults"))
 _written: list[Outcome] = []
@@ -26,7 +26,7 @@ def observed() -> Callable[[Outcome], None]:
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """Print the table of all outcomes so far, also those of earlier sessions."""
+    """Print the outcomes of this session. `.ci/test-faults` prints those of all of its parts as one table."""
     if _written:
         terminalreporter.section("faults")
-        terminalreporter.write_line(table(read(FOLDER)))
+        terminalreporter.write_line(table(_written))
