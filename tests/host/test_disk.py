@@ -48,8 +48,9 @@ def test_free_space_as_text() -> None:
     [
         (Space("/s", "x", 10**9, 10**6, False), False),
         (Space("/s", "x", 10**9, None, False), False),
-        (Space("/s", "x", 10**7, 10**6, False), True),
-        (Space("/s", "x", 10**9, 50, False), True),
+        (Space("/s", "x", 64 * 2**20, 100, False), False),
+        (Space("/s", "x", 64 * 2**20 - 1, 100, False), True),
+        (Space("/s", "x", 64 * 2**20, 99, False), True),
         (Space("/s", "x", 10**9, 10**6, True), True),
     ],
 )

@@ -136,6 +136,13 @@ def test_what_is_resumed_and_what_has_changed_is_told(folder: Path) -> None:
     (run.checkpoints / "step-00000040").mkdir(parents=True)
     run.config.write_text(dump(job.config))
     assert resumed(job) == ["run sft-1 resumes from step-00000040, with the same settings as its last attempt"]
+    (run.path / "attempt-1").mkdir()
+    (run.path / "attempt-1" / "config.yaml").write_text(run.config.read_text())
+    run.config.write_text(run.config.read_text() + "# mine\n")
+    assert resumed(job) == [
+        f"{run.config} was edited after attempt-1: only settings given as key=value count",
+        "run sft-1 resumes from step-00000040, with the same settings as its last attempt",
+    ]
 
 
 @pytest.mark.parametrize("name", ["-x", ".x", "a b", "a/b", "ü", "", "a;b", "$(x)"])

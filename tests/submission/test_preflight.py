@@ -14,6 +14,7 @@ import pytest
 
 from hpc_rl.config.compose import compose
 from hpc_rl.errors import UserError
+from hpc_rl.host.disk import Space
 from hpc_rl.run_dir import RunDir
 from hpc_rl.submission.job import Job
 from hpc_rl.submission.preflight import checks, program
@@ -326,3 +327,13 @@ def test_distillation_between_models_that_cap_their_logits_is_refused(folder: Pa
     config = compose("distill", [], {**values, "trainer.device": "cpu", "data.train_batch_size": 1})
     with pytest.raises(UserError, match=rf"^{capped} capped caps its logits \(final_logit_softcapping=30\.0\), which"):
         checks.check(Job("distill", config, RunDir(Path("run").absolute()), Path.cwd()))
+
+
+@pytest.mark.parametrize(("files", "warned"), [(100, False), (99, True)])
+def test_little_space_for_the_run_directory_is_a_warning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, files: int, warned: bool
+) -> None:
+    space = Space("/scratch", "nfs", 10**9, files, False)
+    monkeypatch.setattr(checks, "space_of", lambda _: space)
+    said = checks.check_run_dir(tmp_path / "run")
+    assert said == (f"run directory {tmp_path}/run: {space}, which is little for a job" if warned else None)
