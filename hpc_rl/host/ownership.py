@@ -11,6 +11,7 @@ import grp
 import os
 import pwd
 import stat
+import struct
 from collections.abc import Iterator
 from pathlib import Path
 from typing import IO
@@ -19,6 +20,10 @@ _MODES = {"r": os.O_RDONLY, "a+": os.O_RDWR | os.O_APPEND | os.O_CREAT}
 _MOST_LINKS = 40
 """Symbolic links in one path; Linux follows as many (path_resolution(7))."""
 _ANY_ID = 2**32 - 1
+_ACL = "system.posix_acl_access"
+"""The access control list of a file (acl(5)), as Linux stores it: a version, and entries of tag, permissions and id."""
+_ACL_VERSION_BYTES, _ACL_ENTRY = 4, struct.Struct("<HHI")
+_ACL_USER, _ACL_GROUP, _ACL_WRITE = 0x02, 0x08, 0x02
 
 
 def open_own(path: Path, mode: str = "r") -> IO[str]:
@@ -44,7 +49,7 @@ def open_own(path: Path, mode: str = "r") -> IO[str]:
         _expect(stat.S_ISREG(found.st_mode), path, "is not a regular file")
         _expect(found.st_uid == os.geteuid(), path, "belongs to another user")
         _expect(found.st_nlink == 1, path, "has several names (hard links)")
-        _expect(not others_write(found), path, "can be changed by other users")
+        _expect(not others_write(file), path, "can be changed by other users")
         return os.fdopen(file, mode)
     except BaseException:
         os.close(file)
@@ -90,17 +95,21 @@ def make_writable(path: Path) -> None:
 def keeps_entries(folder: Path) -> bool:
     """Return whether no other user can replace this user's entries of a folder: /tmp is safe by its sticky bit."""
     found = folder.stat()
-    return _is_trusted(found.st_uid) and (not others_write(found) or bool(found.st_mode & stat.S_ISVTX))
+    return is_trusted(found.st_uid) and (not others_write(folder) or bool(found.st_mode & stat.S_ISVTX))
 
 
-def others_write(found: os.stat_result) -> bool:
-    """Return whether other users can write: everybody, or a group with members other than this user.
+def others_write(at: Path | int) -> bool:
+    """Return whether others can write: everybody, a group with members other than this user, or a user that is listed.
 
-    The permissions of a group also cover access control lists (acl(5)).
+    With an access control list, the permissions of the group are the most that any entry of the list can give (acl(5)).
+
+    Args:
+        at: a path or a file descriptor.
     """
+    found = os.stat(at)  # noqa: PTH116  # a file descriptor, too
     if found.st_mode & stat.S_IWOTH:
         return True
-    return bool(found.st_mode & stat.S_IWGRP) and not _is_group_of_one(found.st_gid)
+    return bool(found.st_mode & stat.S_IWGRP) and (not _is_group_of_one(found.st_gid) or _listed_write(at))
 
 
 def weakness(path: Path, group: int | None = None) -> str | None:
@@ -114,22 +123,22 @@ def weakness(path: Path, group: int | None = None) -> str | None:
     for folder, entry in _way(path):
         above = folder.stat()
         trusted = group is not None and above.st_gid == group
-        if not _is_trusted(above.st_uid) and not trusted:
+        if not is_trusted(above.st_uid) and not trusted:
             return f"{folder} belongs to {_user(above.st_uid)}"
-        open_to_others = others_write(above) and not (trusted and not above.st_mode & stat.S_IWOTH)
+        open_to_others = others_write(folder) and not (trusted and not above.st_mode & stat.S_IWOTH)
         if open_to_others and not above.st_mode & stat.S_ISVTX:
-            return f"{folder} can be changed by {_writers(above)}"
+            return f"{folder} can be changed by {_writers(folder)}"
         try:
             found = entry.lstat()
         except FileNotFoundError:
             return None
-        if (open_to_others or stat.S_ISLNK(found.st_mode)) and not _is_trusted(found.st_uid):
+        if (open_to_others or stat.S_ISLNK(found.st_mode)) and not is_trusted(found.st_uid):
             return f"{entry} belongs to {_user(found.st_uid)}"
     found = path.stat()
     if found.st_uid != os.geteuid():
         return f"it belongs to {_user(found.st_uid)}"
-    if others_write(found):
-        return f"it can be changed by {_writers(found)}"
+    if others_write(path):
+        return f"it can be changed by {_writers(path)}"
     return None
 
 
@@ -158,7 +167,7 @@ def _way(path: Path) -> Iterator[tuple[Path, Path]]:
         names = [*target.parts[target.is_absolute() :], *names]
 
 
-def _is_trusted(uid: int) -> bool:
+def is_trusted(uid: int) -> bool:
     """Return whether a user is this one or root. A user namespace shows root as an overflow id (user_namespaces(7))."""
     if uid in (0, os.geteuid()):
         return True
@@ -177,14 +186,30 @@ def _is_group_of_one(gid: int) -> bool:
     return group.gr_name == name and others <= {name}
 
 
+def _listed_write(at: Path | int) -> bool:
+    """Return whether an access control list names another user, or a group with other members, that may write."""
+    try:
+        entries = os.getxattr(at, _ACL)[_ACL_VERSION_BYTES:]
+    except OSError:  # there is no list, or the file system has none
+        return False
+    return any(
+        bool(permissions & _ACL_WRITE)
+        and ((tag == _ACL_USER and not is_trusted(who)) or (tag == _ACL_GROUP and not _is_group_of_one(who)))
+        for tag, permissions, who in _ACL_ENTRY.iter_unpack(entries)
+    )
+
+
 def _expect(holds: bool, path: Path, problem: str) -> None:
     if not holds:
         raise PermissionError(0, problem, str(path))
 
 
-def _writers(found: os.stat_result) -> str:
+def _writers(path: Path) -> str:
+    found = path.stat()
     if found.st_mode & stat.S_IWOTH:
         return "all users"
+    if _listed_write(path):
+        return "users in its access control list (getfacl)"
     try:
         return f"group {grp.getgrgid(found.st_gid).gr_name}"
     except KeyError:

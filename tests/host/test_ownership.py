@@ -1,6 +1,7 @@
 import grp
 import os
 import pwd
+import struct
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -124,14 +125,39 @@ def test_a_group_with_the_users_name_and_no_other_member_is_private(
     monkeypatch.setattr(pwd, "getpwall", lambda: accounts)
     found: dict[str, object] = {"gr_name": me.pw_name, "gr_mem": []}
     monkeypatch.setattr(grp, "getgrgid", lambda _gid: SimpleNamespace(**found))
-    assert not others_write(tmp_path.stat())
+    assert not others_write(tmp_path)
     found["gr_mem"] = ["alice"]
-    assert others_write(tmp_path.stat())
+    assert others_write(tmp_path)
     found |= {"gr_name": "users", "gr_mem": []}
-    assert others_write(tmp_path.stat())
+    assert others_write(tmp_path)
     found["gr_name"] = me.pw_name
     accounts.append(pwd.struct_passwd(("alice", "x", 1000, gid, "", "/", "/bin/sh")))
-    assert others_write(tmp_path.stat())
+    assert others_write(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("tag", "permissions", "who", "writes"),
+    [(2, 7, OTHER, True), (8, 2, OTHER, True), (2, 5, OTHER, False), (8, 5, OTHER, False), (2, 7, os.geteuid(), False)],
+)
+def test_an_access_control_list_that_names_others_is_seen(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tag: int, permissions: int, who: int, writes: bool
+) -> None:
+    """The group of the folder is private. The list of acl(5): the owner, one named entry, the group, mask, others."""
+    me, gid = pwd.getpwuid(os.geteuid()).pw_name, tmp_path.stat().st_gid
+    names = {gid: SimpleNamespace(gr_name=me, gr_mem=[])}
+    monkeypatch.setattr(pwd, "getpwall", lambda: [pwd.getpwuid(os.geteuid())])
+    monkeypatch.setattr(grp, "getgrgid", lambda number: names.get(number, SimpleNamespace(gr_name="lab", gr_mem=[])))
+    run, none = tmp_path / "run", 2**32 - 1
+    run.mkdir()
+    entries = [(0x01, 7, none), (tag, permissions, who), (0x04, 7, none), (0x10, 7, none), (0x20, 0, none)]
+    packed = struct.pack("<I", 2) + b"".join(struct.pack("<HHI", *entry) for entry in sorted(entries))
+    try:
+        os.setxattr(tmp_path, "system.posix_acl_access", packed)
+    except OSError as error:
+        pytest.skip(f"no access control lists here: {error.strerror}")
+    assert others_write(tmp_path) == writes
+    expected = f"{tmp_path} can be changed by users in its access control list (getfacl)"
+    assert weakness(run) == (expected if writes else None)
 
 
 @needs_root

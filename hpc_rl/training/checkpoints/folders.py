@@ -26,6 +26,7 @@ from typing import Any
 from hpc_rl.errors import RunError
 from hpc_rl.host.disk import explained
 from hpc_rl.host.files import sync_folder, write_synced
+from hpc_rl.host.ownership import is_trusted
 from hpc_rl.training.checkpoints import checksums
 
 MODEL, ACTOR, CRITIC = "model", "actor", "critic"
@@ -209,6 +210,8 @@ def progress_of(fields: dict[str, Any]) -> Progress:
 def problem_of(path: Path) -> str | None:
     """Return why a folder is not a complete checkpoint, judged by names and sizes of its files; None if it is one."""
     try:
+        if planted := _of_another_user(path):
+            return f"{planted.relative_to(path.parent)} belongs to another user"
         parts = read_progress(path).parts
         own = checksums.read(path)
         if own is None and any((path / part / checksums.NAME).exists() for part in parts):
@@ -219,6 +222,16 @@ def problem_of(path: Path) -> str | None:
         return f"{type(error).__name__}: {error}"
     problems = ((part, part_problem(path / part)) for part in parts)
     return next((f"{part}/{problem}" for part, problem in problems if problem), None)
+
+
+def _of_another_user(path: Path) -> Path | None:
+    """Return a file or folder of a checkpoint that the run's owner has not written: reading it could run a program.
+
+    Files of this user and of root are trusted too, because a checkpoint may have been copied.
+    """
+    owner = path.parent.parent.stat().st_uid
+    owners = ((entry, entry.lstat().st_uid) for entry in (path, *path.rglob("*")))
+    return next((entry for entry, uid in owners if uid != owner and not is_trusted(uid)), None)
 
 
 def part_problem(part: Path) -> str | None:

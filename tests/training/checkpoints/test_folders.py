@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from pathlib import Path
 
@@ -54,6 +55,16 @@ def test_one_changed_bit_anywhere_is_found(tmp_path: Path) -> None:
         assert folders.damage_of(path), file
         file.write_bytes(before)
     assert folders.damage_of(path) is None
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give files to another user")
+@pytest.mark.parametrize("name", ["", ACTOR, f"{ACTOR}/{DATA}"])
+def test_what_another_user_has_written_is_not_read(tmp_path: Path, name: str) -> None:
+    other, path = 64242, save(tmp_path / "run" / "checkpoints", 1)
+    os.chown(path / name, other, other)
+    assert folders.problem_of(path) == f"{Path(path.name) / name} belongs to another user"
+    os.chown(tmp_path / "run", other, other)  # a run of that user, which this one exports
+    assert folders.problem_of(path) is None
 
 
 def test_a_problem_names_the_file(tmp_path: Path) -> None:
