@@ -271,3 +271,11 @@ def test_roles_without_a_pool_are_in_the_first_one() -> None:
         "critic": "train",
         "rollout": "engines",
     }
+
+
+@pytest.mark.parametrize(
+    ("hang", "reward", "expected"), [(900, 450, 900), (900, 451, 902), (900, 10, 900), (0, 451, 0)]
+)
+def test_nothing_hangs_while_one_reward_is_slow(hang: int, reward: int, expected: float) -> None:
+    config = ppo_config(f"trainer.hang_timeout_s={hang}", f"reward.timeout_s={reward}")
+    assert config.hang_timeout_s == expected
