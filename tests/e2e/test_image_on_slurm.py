@@ -78,17 +78,18 @@ def test_no_unpacked_image_stays(workspace: Workspace, slurm_cluster: Cluster) -
         assert len(unpacked()) == 2
         return str(workspace.status(name)["job_id"])
 
-    def kill(pattern: str, *nodes: str) -> None:
-        for node in nodes:
-            slurm_cluster.exec_on(node, ["pkill", "-KILL", "-f", "--", pattern], check=True)
+    def send(signal: str, pattern: str, *to: str) -> None:
+        for node in to:
+            slurm_cluster.exec_on(node, ["pkill", f"-{signal}", "-f", "--", pattern], check=True)
 
     killed = start("killed")
-    kill("runs/killed/attempt-1/container.sh", "node2")
+    send("KILL", "runs/killed/attempt-1/container.sh", "node2")
     assert slurm_cluster.wait_job(killed) == "FAILED"
     assert unpacked() == []  # the job's script has removed it
     with_script = start("with-script")
-    kill("/slurm_script", "node1")
-    kill("runs/with-script/attempt-1/container.sh", "node1", "node2")
+    send("STOP", "/slurm_script", "node1")  # otherwise it removes the image, or Slurm ends the tasks, which remove it
+    send("KILL", "runs/with-script/attempt-1/container.sh", *nodes)
+    send("KILL", "/slurm_script", "node1")
     slurm_cluster.wait_job(with_script)
     slurm_cluster.wait_idle()
     assert len(unpacked()) == 2
