@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 
 INTRUDER = 64242
@@ -25,3 +27,13 @@ def as_intruder(commands: str, environ: Mapping[str, str], folder: Path) -> subp
         timeout=600,
         check=False,
     )
+
+
+@contextmanager
+def as_user(uid: int) -> Iterator[None]:
+    """Open sockets and files of this process, which is root's, as another user."""
+    os.seteuid(uid)
+    try:
+        yield
+    finally:
+        os.seteuid(0)

@@ -8,11 +8,12 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from http.client import HTTPException
+from http.client import HTTPConnection, HTTPException, HTTPResponse
 from typing import Any, Generic, TypeVar
 from urllib.error import HTTPError, URLError
-from urllib.request import HTTPRedirectHandler, ProxyHandler, Request, build_opener
+from urllib.request import HTTPHandler, HTTPRedirectHandler, ProxyHandler, Request, build_opener
 
+from hpc_rl.host.listeners import is_own_listener
 from hpc_rl.host.proxies import proxies
 
 T = TypeVar("T")
@@ -57,13 +58,15 @@ class HttpClient:
     Args:
         url: address of the server, to which the path of a call is added.
         key: None if it needs none.
-        uses_proxies: whether calls use the proxies of the environment (`https_proxy`, `no_proxy`).
+        is_own: whether it is a process of this user on this node, at an IPv4 address. Then nothing is sent if another
+            user listens there. Calls to other servers use the proxies of the environment (`https_proxy`, `no_proxy`).
     """
 
-    def __init__(self, url: str, key: str | None, uses_proxies: bool) -> None:
+    def __init__(self, url: str, key: str | None, is_own: bool) -> None:
         self.url = url.rstrip("/")
         self._key = key
-        self._opener = build_opener(_NoRedirects, ProxyHandler(proxies() if uses_proxies else {}))
+        handlers = (ProxyHandler({}), _OwnServers) if is_own else (ProxyHandler(proxies()),)
+        self._opener = build_opener(_NoRedirects, *handlers)
 
     def get(self, path: str, timeout_s: float | None = None) -> Answer:
         """See `post`."""
@@ -104,6 +107,27 @@ class _NoRedirects(HTTPRedirectHandler):
     """Follows no redirection: it would make a GET of a POST, and the key is for one server."""
 
     def redirect_request(self, *_: Any) -> None: ...
+
+
+class _OwnConnection(HTTPConnection):
+    """Connects only to a process of this user.
+
+    Before the server listens, and after its end, anybody on the node can take its port, receive the key and answer.
+    """
+
+    def connect(self) -> None:
+        self._check()
+        super().connect()
+        self._check()
+
+    def _check(self) -> None:
+        if not is_own_listener(self.host, self.port):
+            raise ConnectionRefusedError(f"no process of this user listens at {self.host}:{self.port}")
+
+
+class _OwnServers(HTTPHandler):
+    def http_open(self, request: Request) -> HTTPResponse:
+        return self.do_open(_OwnConnection, request)
 
 
 def _read(reply: Any, deadline: float | None) -> bytes:

@@ -74,7 +74,7 @@ def load(
                 f"rollout.openai.key_variable is {options.key_variable}, and its value has characters that no key has, "
                 "such as line ends: export it again"
             )
-    client = HttpClient(options.base_url, key, uses_proxies=True)
+    client = HttpClient(options.base_url, key, is_own=False)
     return OpenaiEngine(client, config.rollout, options.model or config.model.path, load_tokenizer(config.model))
 
 

@@ -58,7 +58,7 @@ class SglangServer:
     def __init__(self, settings: Mapping[str, Any], log: Path | None, start_s: float) -> None:
         port, key = free_port(), new_key()
         self._log, self._key = log, key
-        self.client = HttpClient(f"http://{LOOPBACK}:{port}", key, uses_proxies=False)
+        self.client = HttpClient(f"http://{LOOPBACK}:{port}", key, is_own=True)
         with own_folder("sglang-") as folder:
             file = Path(folder) / "server.yaml"
             address = {"host": LOOPBACK, "port": port, "api-key": key}

@@ -1,16 +1,20 @@
 from __future__ import annotations
 
 import json
+import os
 import threading
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from http.server import BaseHTTPRequestHandler
 from typing import Any
 
 import pytest
 
+from hpc_rl.rl.rollout import http_calls
 from hpc_rl.rl.rollout.http_calls import Answer, Calls, HttpClient, UnreachableError
 from tests.http_server import serving
+from tests.security.intruder import INTRUDER, as_user
 
 DEADLINE_S = 600
 
@@ -42,11 +46,11 @@ def test_a_call_sends_an_object_and_returns_the_answer() -> None:
         send(request, 200, json.dumps(found).encode())
 
     with serving(handler(echo)) as url:
-        client = HttpClient(f"{url}/v1/", "secret", uses_proxies=False)
+        client = HttpClient(f"{url}/v1/", "secret", is_own=True)
         expected = {"path": "/v1/generate", "body": {"a": [1]}, "key": "Bearer secret"}
         assert client.post("/generate", {"a": [1]}, DEADLINE_S).table() == expected
         assert client.get("/health").table() == {"path": "/v1/health", "body": None, "key": "Bearer secret"}
-        assert HttpClient(url, None, uses_proxies=False).get("/").table()["key"] is None
+        assert HttpClient(url, None, is_own=True).get("/").table()["key"] is None
 
 
 def test_an_error_is_an_answer() -> None:
@@ -54,7 +58,7 @@ def test_an_error_is_an_answer() -> None:
         send(request, 429, b'{"error": {"message": "too\\nmany"}}', Retry_After="3")
 
     with serving(handler(refuse)) as url:
-        answer = HttpClient(url, None, uses_proxies=False).post("/", {})
+        answer = HttpClient(url, None, is_own=True).post("/", {})
     assert (answer.status, answer.retry_after, answer.reason()) == (429, "3", "429: too many")
 
 
@@ -90,18 +94,52 @@ def test_another_server_is_not_called_with_the_key(status: int) -> None:
         serving(handler(note)) as other,
         serving(handler(lambda request, _: send(request, status, b"", Location=other))) as url,
     ):
-        client = HttpClient(url, "secret", uses_proxies=False)
+        client = HttpClient(url, "secret", is_own=True)
         for answer in (client.get("/"), client.post("/", {})):
             assert (answer.status, answer.reason()) == (status, f"{status}: redirected to {other}")
     assert asked == []
 
 
-def test_proxies_are_used_only_if_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_own_server_is_called_without_proxies(monkeypatch: pytest.MonkeyPatch) -> None:
     with serving(handler(lambda request, _: send(request, 200, b"{}"))) as url:
         monkeypatch.setenv("http_proxy", "http://127.0.0.1:1")
-        assert HttpClient(url, None, uses_proxies=False).get("/").status == 200
+        assert HttpClient(url, None, is_own=True).get("/").status == 200
         with pytest.raises(UnreachableError, match="refused"):
-            HttpClient(url, None, uses_proxies=True).get("/", DEADLINE_S)
+            HttpClient(url, None, is_own=False).get("/", DEADLINE_S)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="a second user needs root")
+def test_another_user_at_the_port_of_an_own_server_receives_nothing() -> None:
+    asked: list[str] = []
+
+    def answer(request: BaseHTTPRequestHandler, _: bytes) -> None:
+        asked.append(request.path)
+        send(request, 200, b"{}")
+
+    with ExitStack() as running:
+        with as_user(INTRUDER):
+            url = running.enter_context(serving(handler(answer)))
+        client = HttpClient(url, "secret", is_own=True)
+        for call in (lambda: client.get("/health", DEADLINE_S), lambda: client.post("/", {}, DEADLINE_S)):
+            with pytest.raises(UnreachableError, match=r"no process of this user listens at 127\.0\.0\.1:"):
+                call()
+        assert asked == [] and HttpClient(url, "secret", is_own=False).get("/other", DEADLINE_S).status == 200
+    assert asked == ["/other"]
+
+
+@pytest.mark.parametrize("checks", [[False], [True, False]])
+def test_an_own_server_must_listen_before_and_after_the_connection_is_made(
+    checks: list[bool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever takes the port in between has the connection, and nothing is sent to it."""
+    left = iter(checks)
+    monkeypatch.setattr(http_calls, "is_own_listener", lambda *_: next(left))
+    with (
+        serving(handler(lambda request, _: send(request, 200, b"{}"))) as url,
+        pytest.raises(UnreachableError, match="no process of this user listens"),
+    ):
+        HttpClient(url, "secret", is_own=True).get("/", DEADLINE_S)
+    assert list(left) == []
 
 
 def test_a_server_that_is_silent_or_slow_is_unreachable() -> None:
@@ -119,12 +157,12 @@ def test_a_server_that_is_silent_or_slow_is_unreachable() -> None:
                 return
 
     with serving(handler(drip)) as url:
-        client = HttpClient(url, None, uses_proxies=False)
+        client = HttpClient(url, None, is_own=True)
         for path in ("/silent", "/slow"):
             with pytest.raises(UnreachableError, match=r"^no answer within 0\.2 s$"):
                 client.post(path, {}, 0.2)
         over.set()
-    with pytest.raises(UnreachableError, match="refused"):
+    with pytest.raises(UnreachableError, match="no process of this user listens"):
         client.post("/", {}, DEADLINE_S)
 
 

@@ -150,7 +150,7 @@ def check_key(engine: SglangEngine) -> None:
     assert key not in shown and f"'api-key': '{'*' * len(key)}'" in shown and "ready to roll!" in shown
     assert key is not None and len(key) > 30 and client.url.startswith("http://127.0.0.1:")
     for other in (None, "guess"):
-        assert HttpClient(client.url, other, uses_proxies=False).post("/flush_cache", {}, 60).status == 401
+        assert HttpClient(client.url, other, is_own=True).post("/flush_cache", {}, 60).status == 401
     for process in Path("/proc").glob("[0-9]*/cmdline"):
         try:
             assert key.encode() not in process.read_bytes()
