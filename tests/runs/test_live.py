@@ -2,10 +2,12 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from hpc_rl.run_dir import RunDir
+from hpc_rl.runs import control, live
 from hpc_rl.runs.live import Watched, start_phase
 from hpc_rl.runs.status import RunStatus
 
@@ -37,6 +39,22 @@ def test_a_failed_run_is_explained_and_a_running_one_is_not(tmp_path: Path) -> N
         run.status.write_text(json.dumps({"job_id": "local-1", "attempt": 1, "state": state, "exit_code": 1}))
         seen = Watched(run, lambda _: ["Out of memory"]).look()
         assert (seen.state, seen.explanation) == (state, lines)
+
+
+def test_a_run_that_is_queued_again_is_watched_until_it_has_looked_ended_for_a_minute(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = SimpleNamespace(now=0.0)
+    monkeypatch.setattr(live, "time", SimpleNamespace(monotonic=lambda: clock.now, time=lambda: 0.0))
+    looks_ended = RunStatus("r", "r", "7", "NODE_FAIL", exit_code=1, may_return=True)
+    monkeypatch.setattr(live, "status_of", lambda _: looks_ended)
+    watched = Watched(RunDir(tmp_path), lambda _: ["a node was lost"])
+    seen = []
+    for now in range(200):
+        clock.now = float(now)
+        seen.append((watched.look().explanation, watched.active))
+    ended = seen.index((["a node was lost"], False))
+    assert 60 <= ended <= 60 + control.STATE_POLL_S[1] and set(seen[:ended]) == {((), True)}
 
 
 def test_a_resumed_run_discards_later_steps(tmp_path: Path) -> None:

@@ -259,6 +259,22 @@ def test_a_job_that_slurm_has_forgotten(
 
 
 @pytest.mark.parametrize(
+    ("recorded", "ended", "says_so"),
+    [("RUNNING", "0:9", True), ("RUNNING", "137:0", True), ("RUNNING", "1:0", False), ("FAILED", "0:9", False)],
+)
+def test_a_killed_job_script_is_named(
+    running: RunDir, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, recorded: str, ended: str, says_so: bool
+) -> None:
+    """It has recorded that it was running, and Slurm has it as failed by a signal."""
+    running.write_status("7", 1, recorded, None if recorded == "RUNNING" else 1)
+    programs = fake_slurm(tmp_path, monkeypatch)
+    (programs / "sacct").write_text(f"#!/bin/sh\necho '7|FAILED|{ended}|node1|None'\n")
+    now = status_of(running)
+    assert now.state == "FAILED"
+    assert ("the job's script was killed before it could record" in status_text(now)) is says_so
+
+
+@pytest.mark.parametrize(
     ("recorded", "slurm", "may_return"),
     [
         ("REQUEUED", "NODE_FAIL", True),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -73,6 +74,21 @@ def test_each_part_is_restored_and_learns_the_same(config: ModelConfig, tmp_path
         learn(part)  # with the optimizer's moments and the random numbers that were saved
         for value, wanted in zip(weights(part), weights(before[name]), strict=True):
             torch.testing.assert_close(value, wanted, rtol=0, atol=0)
+
+
+def test_a_checkpoint_is_on_the_disk_before_it_has_its_name(
+    config: ModelConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After a power failure it is complete, or it is not there."""
+    synced: list[Path] = []
+    monkeypatch.setattr(os, "fsync", lambda descriptor: synced.append(Path(f"/proc/self/fd/{descriptor}").readlink()))
+    folder = tmp_path / "checkpoints"
+    final = save(folder, parts(config), 1)
+    *before, last = synced
+    found = {path.relative_to(folders.partial_folder(folder, 1)) for path in before}
+    files = {path.relative_to(final) for path in final.rglob("*") if path.is_file()}
+    assert {name for name in files if name not in found and name.with_name(f"{name.name}.tmp") not in found} == set()
+    assert {Path(), Path(ACTOR), Path(CRITIC)} <= found and last == folder
 
 
 def test_weights_are_read_without_a_model(config: ModelConfig, tmp_path: Path) -> None:
