@@ -22,7 +22,7 @@ from typing import IO
 
 from hpc_rl.errors import UserError
 from hpc_rl.host.files import open_regular, read_json, write_atomically
-from hpc_rl.host.ownership import open_own, weakness
+from hpc_rl.host.ownership import foreign_entry, open_own, weakness
 
 ENV_RUN_DIR = "HPC_RL_RUN_DIR"
 ENV_ATTEMPT_DIR = "HPC_RL_ATTEMPT_DIR"
@@ -229,7 +229,7 @@ class RunDir:
         return lock
 
     def check_owner(self, group: str | None = None) -> None:
-        """Check that this user owns the directory, if it exists, and that nobody else can write to it or replace it.
+        """Check that this user owns the directory, if it exists, and that nobody else has written or can write to it.
 
         A script, a configuration or a stop file in it would otherwise be the work of other users.
 
@@ -238,16 +238,22 @@ class RunDir:
                 belong to them. None: the group that an existing directory was shared with.
 
         Raises:
-            UserError: somebody else could.
+            UserError: somebody else has, could, or could replace it.
         """
         try:
             found = weakness(self.path, trusted_group(self.path, group))
+            planted = foreign_entry(self.path) if found is None and self.path.exists() else None
         except OSError as error:
             raise UserError(f"run directory {self.path}: {error.strerror or error}") from error
         if found is not None:
             raise UserError(
                 f"run directory {self.path}: {found}, so other users could run code as you; choose a --run-dir in a "
                 "folder that only you can write to (chmod go-w FOLDER), or set slurm.group to a group that you trust"
+            )
+        if planted is not None:
+            raise UserError(
+                f"run directory {self.path} contains {planted}, who could write to it at some time; "
+                "choose another --run-dir"
             )
 
     def attempts(self) -> list[Path]:

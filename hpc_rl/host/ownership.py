@@ -142,6 +142,16 @@ def weakness(path: Path, group: int | None = None) -> str | None:
     return None
 
 
+def foreign_entry(folder: Path) -> str | None:
+    """Return what another user has put into a folder of this user (a file, folder or link), with its owner; or None."""
+    for name in sorted(os.listdir(folder)):  # noqa: PTH208
+        with contextlib.suppress(FileNotFoundError):
+            owner = (folder / name).lstat().st_uid
+            if not is_trusted(owner):
+                return f"{name}, which belongs to {_user(owner)}"
+    return None
+
+
 def _way(path: Path) -> Iterator[tuple[Path, Path]]:
     """Yield each (folder, entry of it) that the kernel passes on the way to a path, links' targets included.
 

@@ -72,10 +72,11 @@ class Workspace:
         records = [json.loads(line) for line in lines]
         return {record["step"]: record["train/loss"] for record in records if "train/loss" in record}
 
-    def hold_at(self, step: int, *packages: str) -> list[str]:
+    def hold_at(self, step: int | str, *packages: str) -> list[str]:
         """Return the options with which an SFT run waits after a step for `stop`, `go` or its end.
 
         Args:
+            step: several as "3-4".
             packages: further folders for PYTHONPATH.
         """
         folder = self.folder / "hold"

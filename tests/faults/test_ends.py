@@ -135,7 +135,7 @@ def test_a_node_that_is_cut_off(patient_cluster: Cluster, job: Job, observed: Ca
     held = workspace.hold_at(3) if job == "sft" else []
     begin(workspace, job, run.name, "trainer.save_freq=1", steps, *held)
     _, lost = nodes_of(cluster, workspace, run)
-    network.unplug(state.machines(cluster.name)["ctl"].pid, cluster.nodes.index(lost) + 1, second="")
+    unplug(cluster, lost)
     began = time.monotonic()
     workspace.wait_until(lambda: "is queued again" in text_of(run), "the run to be queued again")
     seconds = time.monotonic() - began
@@ -157,6 +157,55 @@ def test_a_node_that_is_cut_off(patient_cluster: Cluster, job: Job, observed: Ca
     assert not list(run.glob("attempt-*/.ray-token"))
     ended, left = "queued again without the node; resumed", "nothing"
     observed(Outcome("node cut off", job, seconds, reasons[0], ended, steps_lost(found), left, losses_equal=True))
+
+
+def test_the_first_node_that_is_cut_off_and_comes_back(
+    patient_cluster: Cluster, observed: Callable[[Outcome], None]
+) -> None:
+    """Its script takes the other node for lost, but does not end the attempt that Slurm has started."""
+    workspace, cluster = workspace_on(patient_cluster, "ends"), patient_cluster
+    steps = ["trainer.save_freq=1", "trainer.total_training_steps=8"]
+    run = begin(workspace, "sft", "first", *steps, *workspace.hold_at("3-4"))
+    workspace.wait_for_step(run.name, 3)
+    first, other = nodes_of(cluster, workspace, run)
+    began = time.monotonic()
+    unplug(cluster, first)
+    workspace.wait_until(lambda: f"lost {other} (1 of at most 3 times)" in text_of(run), "the script to ask Slurm")
+    seconds = time.monotonic() - began
+    # As Slurm does it by itself after SlurmdTimeout.
+    cluster.run(["scontrol", "update", f"NodeName={first}", "State=DOWN", "Reason=cut off"], check=True)
+    workspace.wait_for_step(run.name, 4)
+    attempt_2 = workspace.status(run.name)
+    assert (attempt_2["state"], attempt_2["attempt"]) == ("RUNNING", 2), text_of(run)
+    plug_in(cluster, first)
+    workspace.wait_until(lambda: left_on(cluster, [first]) == [], "the node that was cut off to be empty")
+    workspace.release(run.name)
+    workspace.ok("logs", "-f", run.name)
+    status = workspace.status(run.name)
+    assert (status["state"], status["attempt"]) == ("COMPLETED", 2), text_of(run)
+    assert first not in nodes_of(cluster, workspace, run) and "Slurm refused" not in text_of(run)
+    job = cluster.run(["scontrol", "show", "job", str(status["job_id"])], check=True).stdout
+    assert "Restarts=1 " in job and "ExcNodeList=(null)" in job, job
+    workspace.wait_until(lambda: left_on(cluster, cluster.nodes) == [], "all nodes to be empty")
+    reason = next(line for line in text_of(run).splitlines() if f"node {other} is lost" in line)
+    ended = "queued again by Slurm; resumed on other nodes"
+    message, lost = reason.removeprefix("hpc-rl: "), steps_lost(measured(run))
+    observed(Outcome("first node cut off, back later", "sft", seconds, message, ended, lost, "nothing"))
+
+
+def unplug(cluster: Cluster, node: str) -> None:
+    network.unplug(state.machines(cluster.name)["ctl"].pid, cluster.nodes.index(node) + 1, second="")
+
+
+def plug_in(cluster: Cluster, node: str) -> None:
+    machines = state.machines(cluster.name)
+    network.plug_in(
+        machines["ctl"].pid,
+        machines[node].pid,
+        state.read(cluster.name).subnet,
+        cluster.nodes.index(node) + 1,
+        second="",
+    )
 
 
 def nodes_of(cluster: Cluster, workspace: Workspace, run: Path) -> list[str]:

@@ -9,7 +9,15 @@ from types import SimpleNamespace
 
 import pytest
 
-from hpc_rl.host.ownership import make_writable, open_own, others_write, own_folders, private_folder, weakness
+from hpc_rl.host.ownership import (
+    foreign_entry,
+    make_writable,
+    open_own,
+    others_write,
+    own_folders,
+    private_folder,
+    weakness,
+)
 
 OTHER = 64242
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can give files to another user")
@@ -200,3 +208,16 @@ def test_a_folder_of_another_user_below_an_own_one_is_not_own(tmp_path: Path) ->
     assert weakness(tmp_path / "run") is None
     os.chown(tmp_path / "run", OTHER, OTHER)
     assert weakness(tmp_path / "run") == f"it belongs to user {OTHER}"
+
+
+@needs_root
+def test_what_another_user_has_put_into_a_folder(tmp_path: Path) -> None:
+    """Links count by their own owner, and what is deeper does not count."""
+    (tmp_path / "own").mkdir()
+    (tmp_path / "own" / "deep").touch()
+    os.chown(tmp_path / "own" / "deep", OTHER, OTHER)
+    (tmp_path / "link").symlink_to(tmp_path / "own" / "deep")
+    assert foreign_entry(tmp_path) is None
+    (tmp_path / "planted").symlink_to(tmp_path / "own")
+    os.lchown(tmp_path / "planted", OTHER, OTHER)
+    assert foreign_entry(tmp_path) == f"planted, which belongs to user {OTHER}"

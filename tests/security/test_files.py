@@ -30,7 +30,7 @@ from hpc_rl.run_dir import RunDir, submitting
 from hpc_rl.runs import control
 from hpc_rl.runs.status import process_start_time, status_of
 from hpc_rl.submission.preflight.checks import check_run_dir
-from hpc_rl.submission.requeue import requeue
+from hpc_rl.submission.requeue import _own_script, requeue
 from tests.fake_slurm import calls, fake_slurm
 from tests.security.intruder import INTRUDER, as_intruder
 
@@ -177,7 +177,17 @@ def does_not_requeue(said: str) -> Callable[[Place], None]:
     return refuse
 
 
-def the_job_refuses(place: Place) -> None:
+def refuses_the_planted_script(said: str) -> Callable[[Place], None]:
+    """Neither the run nor the script itself is accepted."""
+
+    def refuse(place: Place) -> None:
+        does_not_requeue("contains job.sbatch, which belongs to user")(place)
+        refused(lambda: _own_script(place.run.script), said)
+
+    return refuse
+
+
+def the_job_refuses(place: Place, said: str = "other users own") -> None:
     """The script itself, submitted with plain sbatch: it writes nothing."""
     text = re.sub(r"^(export HPC_RL_RUN_DIR)=.*", rf"\1={place.run.path}", GOLDEN.read_text(), flags=re.MULTILINE)
     text = re.sub(r"^python=\S+", f"python={sys.executable}", text, flags=re.MULTILINE)
@@ -185,9 +195,16 @@ def the_job_refuses(place: Place) -> None:
     before = sorted(path.name for path in place.run.path.iterdir())
     environ = {**os.environ, "SLURM_JOB_ID": "7", "SLURM_JOB_NUM_NODES": "1"}
     done = subprocess.run(["bash"], input=text, env=environ, capture_output=True, text=True, timeout=600, check=False)
-    assert done.returncode == 2 and "other users own" in done.stderr, done.stderr
+    assert done.returncode == 2 and said in done.stderr, done.stderr
     assert sorted(path.name for path in place.run.path.iterdir()) == before
     is_untouched(place)
+
+
+def the_closed_directory_is_refused(place: Place) -> None:
+    """The user has noticed that others could write, and closed the directory. What was planted is still there."""
+    place.run.path.chmod(0o700)
+    refused(place.run.check_owner, rf"contains \S+, which belongs to user {INTRUDER}, who could write to it")
+    the_job_refuses(place, "belongs to another user: use another run directory")
 
 
 def reads_without_waiting(place: Place) -> None:
@@ -228,7 +245,8 @@ def locks_stay_free(place: Place) -> None:
 
 def refuses_the_lock(place: Place) -> None:
     place.run.path.chmod(0o755)
-    refused(lambda: requeue(place.run), "cannot lock mine")
+    refused(lambda: requeue(place.run), "contains .submission, which belongs to user")
+    refused(lambda: submitting(place.run.path).__enter__(), "cannot lock mine")
     is_untouched(place)
 
 
@@ -331,23 +349,34 @@ ATTEMPTS = {
         the_job_refuses,
         carelessness=OPEN_RUN,
     ),
+    "links that stay in a directory that was closed": Attempt(
+        "cd $HOME/runs/mine; for name in .lock .probe-7 lost-nodes; do ln -s $HOME/precious/file $name; done",
+        the_closed_directory_is_refused,
+        carelessness=OPEN_RUN,
+    ),
+    "a FIFO that stays in a directory that was closed": Attempt(
+        "mkfifo -m 666 $HOME/runs/mine/.lock", the_closed_directory_is_refused, carelessness=OPEN_RUN
+    ),
+    "a checkpoint that stays in a directory that was closed": Attempt(
+        "mkdir -p $HOME/runs/mine/checkpoints/step-9", the_closed_directory_is_refused, carelessness=OPEN_RUN
+    ),
     "a FIFO in place of the job's lock": Attempt(
         "mkfifo -m 666 $HOME/runs/mine/.lock", the_job_refuses, carelessness=OPEN_RUN
     ),
     "a stop file": Attempt("echo requeue > $HOME/runs/mine/stop", the_job_refuses, carelessness=OPEN_RUN),
     "another job script": Attempt(
         "cd $HOME/runs/mine; rm job.sbatch; echo id > job.sbatch",
-        does_not_requeue("belongs to another user, and would run as you"),
+        refuses_the_planted_script("belongs to another user, and would run as you"),
         carelessness=OPEN_RUN,
     ),
     "a link in place of the job script": Attempt(
         "cd $HOME/runs/mine; rm job.sbatch; ln -s $HOME/precious/file job.sbatch",
-        does_not_requeue("Too many levels of symbolic links"),
+        refuses_the_planted_script("Too many levels of symbolic links"),
         carelessness=OPEN_RUN,
     ),
     "a FIFO in place of the job script": Attempt(
         "cd $HOME/runs/mine; rm job.sbatch; mkfifo -m 666 job.sbatch",
-        does_not_requeue("has no job.sbatch"),
+        refuses_the_planted_script("is not a regular file"),
         carelessness=OPEN_RUN,
     ),
     "a line at the end of a job script that is open": Attempt(

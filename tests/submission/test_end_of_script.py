@@ -88,27 +88,49 @@ def test_a_job_whose_end_has_moved_is_cancelled_and_has_no_timeout(tmp_path: Pat
     assert end(tmp_path, moved + TERM + LATER + "exit 1", first=over)[1]["state"] == "CANCELLED"
 
 
-@pytest.mark.parametrize("back_at", ["sleep", "show"])
-def test_a_controller_that_is_away_is_asked_again(tmp_path: Path, back_at: str) -> None:
-    """It comes back between two requests, or between a request and the question whether it was granted."""
-    away = """
+AWAY = """
+timeout() { while [[ $1 == --* ]]; do shift; done; shift; "$@"; }
 scontrol() {
   [ -e "$SEEN.away" ] || { command scontrol "$@"; return; }
-  [ "$1" != requeue ] || touch "$SEEN.asked"
+  echo "$*" >> "$SEEN.unanswered"
   return 1
 }
-timeout() {
-  while [[ $1 == --* ]]; do shift; done; shift
-  [ ! -e "$SEEN.asked" ] || [ "$2$BACK_AT" != showshow ] || rm -f "$SEEN.away"
-  "$@"
+sleep() {
+  if [ "$1" = 10 ]; then rm -f "$SEEN.away"; JOB=${LATER_JOB:-$JOB}; else command sleep 0.1; fi
 }
-sleep() { [ "$1$BACK_AT" != 10sleep ] || rm -f "$SEEN.away"; command sleep 0.1; }
 """
-    step = 'touch "$SEEN.away"; echo node2 > "$HPC_RL_ATTEMPT_DIR/.lost"; exit 1'
-    first = f"export BACK_AT={back_at}\n{away}"
-    _, recorded, said = end(tmp_path, step, job=RUNS.replace("(null)", "bad"), first=first)
+"""The controller is out of reach from the end of the step until the first wait for it."""
+LOSES_BOTH = 'touch "$SEEN.away"; echo node2 > "$HPC_RL_ATTEMPT_DIR/.lost"; exit 1'
+
+
+def test_a_controller_that_is_away_is_asked_again(tmp_path: Path) -> None:
+    _, recorded, said = end(tmp_path, LOSES_BOTH, job=RUNS.replace("(null)", "bad"), first=AWAY)
     assert recorded["state"] == "REQUEUED"
     assert said.startswith("requeue 7\nupdate JobId=7 ExcNodeList=node2,bad\n"), said
+    assert "requeue" not in (tmp_path / "seen.json.unanswered").read_text()
+
+
+def test_a_node_that_was_cut_off_does_not_end_the_next_attempt(tmp_path: Path) -> None:
+    """Slurm has queued the job again meanwhile. The other nodes are not lost."""
+    first = f"export LATER_JOB='{RUNS.replace('Restarts=0', 'Restarts=1')}'\n{AWAY}"
+    _, recorded, said = end(tmp_path, LOSES_BOTH, first=first)
+    assert recorded["state"] == "REQUEUED"
+    assert "requeue 7" not in said and "ExcNodeList" not in said
+    assert "perhaps this node was cut off, and not node2. No node is excluded" in said
+
+
+def test_a_controller_that_never_answers_is_not_asked_for_ever(tmp_path: Path) -> None:
+    first = AWAY.replace('rm -f "$SEEN.away"', ":")
+    code, recorded, said = end(tmp_path, LOSES_BOTH, first=first)
+    assert (code, recorded["state"]) == (1, "FAILED") and "requeue 7" not in said
+
+
+def test_an_attempt_that_was_replaced_records_no_state(tmp_path: Path) -> None:
+    begins = (
+        f'mkdir "$HPC_RL_RUN_DIR/attempt-2"; echo \'{{"state": "RUNNING"}}\' > "$HPC_RL_RUN_DIR/status.json"; {LOSES}'
+    )
+    _, recorded, _ = end(tmp_path, begins)
+    assert recorded == {"state": "RUNNING"}
 
 
 def test_one_task_of_an_array_is_queued_again_and_not_all(tmp_path: Path) -> None:
