@@ -39,6 +39,8 @@ _PATHS = re.compile(
     r" ?\(log in \S+\)|(; its log is|; the stacks of all processes are in| in file system) /\S+( and ends:)?"
 )
 """Where the logs were, which the table leaves out."""
+_FOLDER = re.compile(r"/(var/)?tmp/hpc-rl-[\w-]+(?=/)")
+"""The folder of a test, which the table leaves out too."""
 _ADVICE = re.compile(r" by a user or a program, or for lack of memory .*")
 HEADINGS = ("fault", "job", "detected after", "first message", "then", "steps lost", "left behind", "losses equal")
 
@@ -68,12 +70,18 @@ def _cells(outcome: Outcome) -> tuple[str, ...]:
         outcome.fault,
         outcome.job,
         "" if seconds is None else f"{seconds:.0f} s",
-        _ADVICE.sub(" ...", _PATHS.sub("", outcome.first_message)).removeprefix("hpc-rl: ").replace("|", "\\|"),
+        _shown(outcome.first_message),
         outcome.ended,
         "" if lost is None else str(lost),
         outcome.left_behind,
         "" if equal is None else "yes" if equal else "NO",
     )
+
+
+def _shown(message: str) -> str:
+    for pattern, instead in ((_PATHS, ""), (_FOLDER, ""), (_ADVICE, " ...")):
+        message = pattern.sub(instead, message)
+    return message.removeprefix("hpc-rl: ").replace("|", "\\|")
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ FROZEN = Outcome(
     "SIGSTOP of a rank",
     "sft",
     31.4,
-    "rank 1 (log in /runs/a) | silent; its log is /runs/a/log",
+    "rank 1 (log in /runs/a) | silent in /var/tmp/hpc-rl-b_1/disk; its log is /runs/a/log",
     "resumed",
     2,
     "nothing",
@@ -24,5 +24,5 @@ def test_outcomes_are_a_table(tmp_path: Path) -> None:
         "| fault | job | detected after | first message | then | steps lost | left behind | losses equal |",
         "| --- | --- | --- | --- | --- | --- | --- | --- |",
         "| disk full | ppo |  | No space left | exit code 1 |  | a file | NO |",
-        "| SIGSTOP of a rank | sft | 31 s | rank 1 \\| silent | resumed | 2 | nothing | yes |",
+        "| SIGSTOP of a rank | sft | 31 s | rank 1 \\| silent in /disk | resumed | 2 | nothing | yes |",
     ]

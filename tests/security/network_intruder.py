@@ -14,6 +14,7 @@ import contextlib
 import encodings.idna  # noqa: F401 - sockets import it later, when this program may not read it
 import errno
 import http.client
+import itertools
 import json
 import os
 import pickle
@@ -29,6 +30,7 @@ from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
 
+import grpc
 import torch.distributed as dist
 from ray._raylet import GcsClient
 
@@ -341,6 +343,40 @@ def use_the_control_store(target: Target) -> str | None:
     return None
 
 
+SERVICES = {
+    "NodeManagerService": ("GetNodeStats", "GetWorkerPIDs", "PrestartWorkers", "GlobalGC", "ShutdownRaylet"),
+    "CoreWorkerService": ("GetCoreWorkerStats", "NumPendingTasks", "PushTask", "KillActor", "Exit"),
+    "ObjectManagerService": ("Pull",),
+    "ReporterService": ("GetTraceback", "CpuProfiling", "MemoryProfiling", "ReportOCMetrics"),
+    "LogService": ("ListLogs",),
+    "events.EventAggregatorService": ("AddEvents",),
+    "InternalKVGcsService": ("InternalKVKeys",),
+    "ActorInfoGcsService": ("GetAllActorInfo", "KillActorViaGcs"),
+    "JobInfoGcsService": ("GetAllJobInfo",),
+}
+"""Calls of Ray's node managers, workers, agents and control store. The first one of each service changes nothing."""
+
+
+def call_rays_services(target: Target) -> str | None:
+    """Make these calls by gRPC, with no token and with a wrong one; or the first ones with RAY_AUTH_TOKEN."""
+    own = os.environ.get("RAY_AUTH_TOKEN")
+    headers = [(("authorization", f"Bearer {own or '0' * 64}"),), *([] if own else [None])]
+    methods = [
+        f"/ray.rpc.{service}/{name}" for service, names in SERVICES.items() for name in names[: 1 if own else None]
+    ]
+    for port in target.ports:
+        channel = grpc.insecure_channel(f"{target.host}:{port}")
+        try:
+            grpc.channel_ready_future(channel).result(CONNECT_S)
+        except grpc.FutureTimeoutError:
+            continue
+        for method, header in itertools.product(methods, headers):
+            with contextlib.suppress(grpc.RpcError):
+                channel.unary_unary(method)(b"", timeout=CONNECT_S, metadata=header)
+                return f"{method} on port {port}"
+    return None
+
+
 BY_NODE: tuple[Callable[[Target], str | None], ...] = (
     *(read_run_dir, read_config, read_token, write_stop_file, plant_a_rank, open_the_store),
     *(read_environments, read_memory, open_files_of_processes, find_secrets_in_command_lines, kill_processes),
@@ -349,6 +385,7 @@ BY_NODE: tuple[Callable[[Target], str | None], ...] = (
 BY_PORT: tuple[Callable[[Target], str | None], ...] = (
     *(take_over_ports, find_a_tcp_store, join_as_a_rank, send_pickles, send_garbage, claim_connections_of_gloo),
     *(cut_messages, keep_many_connections, reset_connections, answer_roll_call, use_http, use_the_control_store),
+    call_rays_services,
 )
 ATTEMPTS = (*BY_NODE, *BY_PORT)
 

@@ -36,6 +36,7 @@ from tests.security.network_intruder import (
     SLURM,
     Target,
     attempt,
+    call_rays_services,
     find_a_tcp_store,
     join_as_a_rank,
     read_config,
@@ -114,7 +115,7 @@ def one_attack(
 def test_there_are_enough_attempts() -> None:
     """docs/security.md has these numbers."""
     numbers = (len(ATTEMPTS), len(test_jobs_on_slurm.ATTEMPTS), len(test_files.ATTEMPTS))
-    assert numbers == (25, 24, 46) and sum(numbers) >= 40
+    assert numbers == (26, 24, 46) and sum(numbers) >= 40
 
 
 RANK_0 = """
@@ -204,10 +205,12 @@ def test_nobody_gets_into_a_ppo_job(workspace: Workspace, slurm_cluster: Cluster
     reached = step()
     host, port = (metrics.parent / "attempt-1" / ".rendezvous").read_text().split(":")
     token = (metrics.parent / "attempt-1" / ".ray-token").read_text()
+    services = ",".join(str(port) for address, port in listeners(slurm_cluster) if address != "127.0.0.1")
     for given, opens in (("0" * 64, False), (token, True)):  # only the token makes the difference
         auth = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": given}
-        call = (slurm_cluster, "node4", host, port, metrics.parent, mark, auth, use_the_control_store.__name__)
-        assert bool(one_attack(*call)) == opens
+        for what, ports in ((use_the_control_store, port), (call_rays_services, services)):
+            call = (slurm_cluster, "node4", host, ports, metrics.parent, mark, auth, what.__name__)
+            assert bool(one_attack(*call)) == opens, what
     workspace.wait_until(lambda: step() >= reached + 1, "another step")
     workspace.ok("stop", "ppo")
     workspace.wait_until(lambda: workspace.status("ppo")["state"] == "STOPPED", "stopped")
