@@ -81,6 +81,24 @@ def held_scratch(environ: Mapping[str, str], job_id: str, attempt_dir: Path, nod
             remove_scratch(folder)
 
 
+@contextlib.contextmanager
+def own_scratch(environ: Mapping[str, str]) -> Iterator[Path]:
+    """Create a temporary folder of a process of a job, and remove it at the end.
+
+    If the process is killed, it is removed like the job's own folder.
+
+    Raises:
+        OSError: the folder cannot be created.
+    """
+    folder = local_folder(environ) / new_name(environ.get("SLURM_JOB_ID", "local"))
+    folder.mkdir(mode=0o700)
+    try:
+        with held(folder):
+            yield folder
+    finally:
+        remove_tree(folder)
+
+
 def _leave_to_others(folder: Path) -> None:
     """Warn if a folder is still there. It is no error: the job script removes it, or the user's next job on this node,
     which finds the mark."""

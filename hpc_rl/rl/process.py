@@ -38,6 +38,18 @@ def quiet_libraries() -> None:
     logging.getLogger("torch.fx._symbolic_trace").setLevel(logging.ERROR)
 
 
+def own_folder(prefix: str) -> tempfile.TemporaryDirectory[str]:
+    """Return a new folder of mode 0700, in Ray's folder of the job, which is removed even if this process is killed."""
+    return tempfile.TemporaryDirectory(prefix=prefix, dir=os.environ.get("RAY_TMPDIR"))
+
+
+def keep_temporary_files_in_the_job() -> None:
+    """Have libraries in this process, and its children, write temporary files into Ray's folder of the job."""
+    if folder := os.environ.get("RAY_TMPDIR"):
+        os.environ["TMPDIR"] = folder
+        tempfile.tempdir = None  # read it again
+
+
 def new_group_dir(logs: Path, is_on_one_node: bool) -> Path:
     """Return a new private folder in which the ranks of a process group meet (`hpc_rl.training.rendezvous`).
 

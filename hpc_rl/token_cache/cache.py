@@ -11,7 +11,6 @@ import contextlib
 import os
 import secrets
 import socket
-import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -24,7 +23,7 @@ from hpc_rl.errors import AgreedRunError, UserError
 from hpc_rl.host import entries
 from hpc_rl.host.disk import explained
 from hpc_rl.host.heartbeat import heart
-from hpc_rl.host.scratch import local_folder, remove_tree
+from hpc_rl.host.scratch import local_folder, own_scratch
 from hpc_rl.run_dir import RunDir
 from hpc_rl.token_cache.entry import Part, Request, complete, opened, problem_of, wrong_contents
 from hpc_rl.training.distributed import World
@@ -154,22 +153,18 @@ def _team(world: World, is_one: bool) -> Team:
 @contextlib.contextmanager
 def _temporary(world: World, team: Team) -> Iterator[Path]:
     """Yield a temporary folder, which the leader of a team creates and removes: files that are open stay readable."""
-    own: list[str] = []
+    with contextlib.ExitStack() as stack:
 
-    def create() -> str | None:
-        if team.leads:
+        def create() -> str | None:
+            if not team.leads:
+                return None
             try:
-                own.append(tempfile.mkdtemp(prefix="hpc-rl-data-", dir=local_folder(os.environ)))
+                return str(stack.enter_context(own_scratch(os.environ)))
             except OSError as error:
                 place = local_folder(os.environ)
                 raise UserError(f"no temporary folder in {place}: {explained(error, place)}") from error
-        return own[0] if own else None
 
-    try:
         yield Path(world.gather(world.together(create))[team.leader])
-    finally:
-        for path in own:
-            remove_tree(Path(path))
 
 
 class Seat:

@@ -15,6 +15,7 @@ from hpc_rl.host.scratch import (
     held_scratch,
     job_folders,
     local_folder,
+    own_scratch,
     programs_tmpdir,
     remove_abandoned,
     remove_recorded,
@@ -36,10 +37,11 @@ def test_the_temporary_folder_is_private_and_goes_with_all_in_it(tmp_path: Path)
         assert another != folder
 
 
-def test_folders_of_killed_jobs_are_removed_and_no_others(tmp_path: Path) -> None:
-    environ = {"TMPDIR": str(tmp_path)}
-    make = "import os, sys, pathlib; from hpc_rl.host.scratch import held_scratch\n"
-    hold = make + "with held_scratch(os.environ, '1', pathlib.Path('.'), 0) as path: print(path, flush=True); input()"
+@pytest.mark.parametrize("folder", ["held_scratch(os.environ, '1', pathlib.Path('.'), 0)", "own_scratch(os.environ)"])
+def test_folders_of_killed_jobs_are_removed_and_no_others(tmp_path: Path, folder: str) -> None:
+    environ = {"TMPDIR": str(tmp_path), "SLURM_JOB_ID": "1"}
+    make = "import os, sys, pathlib; from hpc_rl.host.scratch import held_scratch, own_scratch\n"
+    hold = make + f"with {folder} as path: print(path, flush=True); input()"
     with subprocess.Popen(
         [sys.executable, "-c", hold], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=tmp_path,
         env={**os.environ, **environ},
@@ -47,11 +49,25 @@ def test_folders_of_killed_jobs_are_removed_and_no_others(tmp_path: Path) -> Non
         assert job.stdout
         killed = Path(job.stdout.readline().strip())
         job.kill()
-    assert killed.is_dir()
+    assert killed.is_dir() and job_folders(environ, "1") == [killed]
     own = tmp_path / f"{os.getuid()}.backup"
     own.mkdir()
     with held_scratch(environ, "2", tmp_path, 0) as living, held_scratch(environ, "3", tmp_path, 0):
         assert living.is_dir() and own.is_dir() and not killed.exists()
+
+
+def test_a_process_of_a_job_removes_its_own_folder(tmp_path: Path) -> None:
+    environ = {"TMPDIR": str(tmp_path), "SLURM_JOB_ID": "7"}
+    with held_scratch(environ, "7", tmp_path, 0) as of_the_job, own_scratch(environ) as folder:
+        assert folder.stat().st_mode & 0o777 == 0o700 and folder != of_the_job
+        (folder / "file").touch()
+        remove_abandoned([folder])
+        assert set(job_folders(environ, "7")) == {of_the_job, folder}
+    assert not job_folders(environ, "7")
+    with pytest.raises(PermissionError), own_scratch({"TMPDIR": str(tmp_path)}) as folder:
+        assert folder.name.startswith(f"{os.getuid()}.local.")
+        raise PermissionError
+    assert not folder.exists()
 
 
 def test_a_folder_that_is_still_in_use_is_left_to_the_next_job(

@@ -1,10 +1,19 @@
 from __future__ import annotations
 
+import os
+import tempfile
 from pathlib import Path
 
 import pytest
 
-from hpc_rl.rl.process import group_environment, local_rank, narrow_devices, new_group_dir
+from hpc_rl.rl.process import (
+    group_environment,
+    keep_temporary_files_in_the_job,
+    local_rank,
+    narrow_devices,
+    new_group_dir,
+    own_folder,
+)
 
 
 def test_where_ray_shows_a_worker_its_own_devices_alone_nothing_is_to_do() -> None:
@@ -33,6 +42,22 @@ def test_the_folder_of_a_group_is_removed_with_the_job(tmp_path: Path, monkeypat
     assert new_group_dir(logs, is_on_one_node=False).parent == logs
     monkeypatch.delenv("RAY_TMPDIR")
     assert new_group_dir(logs, is_on_one_node=True).parent == logs
+
+
+def test_temporary_files_are_removed_with_the_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    site, ray = tmp_path / "site", tmp_path / "site" / "0.7.abc" / "ray"
+    ray.mkdir(parents=True)
+    monkeypatch.setenv("TMPDIR", str(site))
+    monkeypatch.delenv("RAY_TMPDIR", raising=False)
+    keep_temporary_files_in_the_job()
+    assert tempfile.gettempdir() == str(site)
+    monkeypatch.setenv("RAY_TMPDIR", str(ray))
+    with own_folder("adapters-") as folder:
+        assert Path(folder).parent == ray and Path(folder).name.startswith("adapters-")
+        assert Path(folder).stat().st_mode & 0o777 == 0o700
+    keep_temporary_files_in_the_job()
+    assert tempfile.gettempdir() == os.environ["TMPDIR"] == str(ray)
 
 
 def test_the_process_group_finds_the_ranks_of_this_node() -> None:

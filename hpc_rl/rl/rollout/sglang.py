@@ -31,9 +31,10 @@ from hpc_rl.config.training import ModelSource
 from hpc_rl.errors import UserError
 from hpc_rl.host.files import writing
 from hpc_rl.host.heartbeat import heart
+from hpc_rl.rl.process import own_folder
 from hpc_rl.rl.rollout.engine import Completion, Placement, Request, Sampling, Span
 from hpc_rl.rl.rollout.http_calls import Answer, Calls, UnreachableError
-from hpc_rl.rl.rollout.sglang_server import SglangServer, own_folder
+from hpc_rl.rl.rollout.sglang_server import SglangServer
 from hpc_rl.rl.weights.buckets import Bucket, pack, unpack
 from hpc_rl.training.models import safetensors_files
 

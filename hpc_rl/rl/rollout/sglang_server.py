@@ -13,7 +13,6 @@ import secrets
 import socket
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -23,6 +22,7 @@ from hpc_rl.errors import RunError
 from hpc_rl.host import owned, processes
 from hpc_rl.host.files import tail
 from hpc_rl.host.heartbeat import heart
+from hpc_rl.rl.process import own_folder
 from hpc_rl.rl.rollout.http_calls import Answer, HttpClient, UnreachableError
 
 LOOPBACK = "127.0.0.1"
@@ -167,11 +167,6 @@ class SglangServer:
                 log.seek(start)
                 log.write(b"*" * len(key))
                 start = text.find(key, start + len(key))
-
-
-def own_folder(prefix: str) -> tempfile.TemporaryDirectory[str]:
-    """Return a new folder of mode 0700, in Ray's folder of the job, which is removed even if this process is killed."""
-    return tempfile.TemporaryDirectory(prefix=prefix, dir=os.environ.get("RAY_TMPDIR"))
 
 
 def new_key() -> str:

@@ -25,6 +25,7 @@ from hpc_rl.config.training import ModelSource
 from hpc_rl.errors import RunError, UserError
 from hpc_rl.host.heartbeat import heart
 from hpc_rl.host.imports import large_imports
+from hpc_rl.rl.process import keep_temporary_files_in_the_job
 from hpc_rl.rl.rollout.engine import Completion, Placement, Request, Span
 from hpc_rl.rl.rollout.vllm_adapters import VllmAdapters, engine_rank
 from hpc_rl.rl.weights.buckets import pack
@@ -51,6 +52,7 @@ def load(
     config: EngineJob, eos_token_ids: Collection[int], placement: Placement, policy: CausalLM | None
 ) -> VllmEngine:
     """Load vLLM with a copy of the model; see `hpc_rl.rl.rollout.engine.Loader`."""
+    keep_temporary_files_in_the_job()
     max_length = config.data.max_prompt_length + config.data.max_response_length
     rollout, seed = config.rollout, config.trainer.seed
     return VllmEngine(config.model, rollout, eos_token_ids, max_length, seed, placement, config.truncates_logprobs)

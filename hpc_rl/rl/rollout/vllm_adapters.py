@@ -7,7 +7,6 @@ which is here a temporary one on the engine's node; all processes of an engine a
 from __future__ import annotations
 
 import json
-import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,6 +15,7 @@ import torch
 
 from hpc_rl.errors import RunError
 from hpc_rl.host.peft_folder import CONFIG, PREFIX, WEIGHTS
+from hpc_rl.rl.process import own_folder
 from hpc_rl.rl.weights.buckets import Bucket, unpack
 from hpc_rl.training.models import safetensors_files
 
@@ -63,7 +63,7 @@ class VllmAdapters:
         from vllm.lora.request import LoRARequest
 
         tensors, self._received = self._received, {}
-        with tempfile.TemporaryDirectory(prefix="adapters-") as folder:
+        with own_folder("adapters-") as folder:
             (Path(folder) / CONFIG).write_text(json.dumps(dict(self._config)))
             shapes = {name: tensor.shape for name, tensor in tensors.items()}
             types = {name: tensor.dtype for name, tensor in tensors.items()}
