@@ -238,7 +238,7 @@ class RunDir:
                 belong to them. None: the group that an existing directory was shared with.
 
         Raises:
-            UserError: somebody else has, could, or could replace it.
+            UserError: another user owns it, has written or can write to it, or can replace it.
         """
         try:
             found = weakness(self.path, trusted_group(self.path, group))
@@ -252,8 +252,8 @@ class RunDir:
             )
         if planted is not None:
             raise UserError(
-                f"run directory {self.path} contains {planted}, who could write to it at some time; "
-                "choose another --run-dir"
+                f"run directory {self.path} contains {planted}: others could once write to this directory, so its files "
+                "may not be yours; choose another --run-dir"
             )
 
     def attempts(self) -> list[Path]:

@@ -34,8 +34,7 @@ def status_text(found: RunStatus) -> str:
     if found.attempt:
         rows.append(("attempt", found.attempt))
     if found.lost_nodes:
-        again = " (the job is queued again without them)" if found.active else ""
-        rows.append(("lost nodes", " ".join(found.lost_nodes) + again))
+        rows.append(("lost nodes", " ".join(found.lost_nodes)))
     if found.step is not None:
         age = "" if found.step_age_s is None else f", {duration(found.step_age_s)} ago"
         rows.append(("step", f"{found.step} of {found.total_steps}{age}"))

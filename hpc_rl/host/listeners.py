@@ -15,9 +15,9 @@ LISTENING = "0A"
 def is_own_listener(address: str, port: int, table: Path = TABLE) -> bool:
     """Return whether a process of this user listens at exactly this IPv4 address and port.
 
-    Linux gives a connection to the listener of the exact address before one of all addresses, and lets sockets of
-    different users never listen at the same one (socket(7), SO_REUSEPORT). So nobody else gets a connection that is
-    made between two calls that return True.
+    Linux prefers a listener at the exact address to one at all addresses, and never lets two users listen at the same
+    address and port (socket(7), SO_REUSEPORT). So if this returns True before and after a connection is made, and the
+    server listens only once in its life, the connection goes to a process of this user.
     """
     number = int.from_bytes(socket.inet_aton(address), sys.byteorder)
     local = f"{number:08X}:{port:04X}"

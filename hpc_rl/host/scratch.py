@@ -1,4 +1,4 @@
-"""The temporary folder of a job on a node's own disk: one on each node, for everything that the job writes there."""
+"""Temporary folders of a job on a node's own disk, for everything that the job writes there."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def held_scratch(environ: Mapping[str, str], job_id: str, attempt_dir: Path, nod
 def own_scratch(environ: Mapping[str, str]) -> Iterator[Path]:
     """Create a temporary folder of a process of a job, and remove it at the end.
 
-    If the process is killed, it is removed like the job's own folder.
+    If the process is killed, the folder is removed in the same way as the job's own.
 
     Raises:
         OSError: the folder cannot be created.

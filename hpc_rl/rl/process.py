@@ -39,15 +39,15 @@ def quiet_libraries() -> None:
 
 
 def own_folder(prefix: str) -> tempfile.TemporaryDirectory[str]:
-    """Return a new folder of mode 0700, in Ray's folder of the job, which is removed even if this process is killed."""
+    """Return a new folder of mode 0700. In a job it is in Ray's folder, and removed even if this process is killed."""
     return tempfile.TemporaryDirectory(prefix=prefix, dir=os.environ.get("RAY_TMPDIR"))
 
 
 def keep_temporary_files_in_the_job() -> None:
-    """Have libraries in this process, and its children, write temporary files into Ray's folder of the job."""
+    """Set TMPDIR to Ray's folder of the job, for libraries in this process and for its children."""
     if folder := os.environ.get("RAY_TMPDIR"):
         os.environ["TMPDIR"] = folder
-        tempfile.tempdir = None  # read it again
+        tempfile.tempdir = None  # the folder that it has found before
 
 
 def new_group_dir(logs: Path, is_on_one_node: bool) -> Path:

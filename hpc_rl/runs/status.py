@@ -56,7 +56,7 @@ class RunStatus:
     metrics: dict[str, float] = field(default_factory=dict)
     log: str | None = None
     lost_nodes: tuple[str, ...] = ()
-    """Nodes that this job has lost, one entry for each time; it is queued again without them."""
+    """Nodes that this job has lost, one entry for each time."""
     disk: str = ""
     """What is free on the run directory's file system, if it is hardly anything."""
     is_last_recorded: bool = False

@@ -187,7 +187,7 @@ def refuses_the_planted_script(said: str) -> Callable[[Place], None]:
     return refuse
 
 
-def the_job_refuses(place: Place, said: str = "other users own") -> None:
+def the_job_refuses(place: Place, said: str = "another user owns") -> None:
     """The script itself, submitted with plain sbatch: it writes nothing."""
     text = re.sub(r"^(export HPC_RL_RUN_DIR)=.*", rf"\1={place.run.path}", GOLDEN.read_text(), flags=re.MULTILINE)
     text = re.sub(r"^python=\S+", f"python={sys.executable}", text, flags=re.MULTILINE)
@@ -203,8 +203,8 @@ def the_job_refuses(place: Place, said: str = "other users own") -> None:
 def the_closed_directory_is_refused(place: Place) -> None:
     """The user has noticed that others could write, and closed the directory. What was planted is still there."""
     place.run.path.chmod(0o700)
-    refused(place.run.check_owner, rf"contains \S+, which belongs to user {INTRUDER}, who could write to it")
-    the_job_refuses(place, "belongs to another user: use another run directory")
+    refused(place.run.check_owner, rf"contains \S+, which belongs to user {INTRUDER}: others could once")
+    the_job_refuses(place, "which belongs to another user: submit again with")
 
 
 def reads_without_waiting(place: Place) -> None:

@@ -58,8 +58,9 @@ class HttpClient:
     Args:
         url: address of the server, to which the path of a call is added.
         key: None if it needs none.
-        is_own: whether it is a process of this user on this node, at an IPv4 address. Then nothing is sent if another
-            user listens there. Calls to other servers use the proxies of the environment (`https_proxy`, `no_proxy`).
+        is_own: whether the server is a process of this user on this node, at an IPv4 address. Then nothing is sent
+            unless a process of this user listens there, and no proxy is used. Calls to other servers use the proxies of
+            the environment (`https_proxy`, `no_proxy`).
     """
 
     def __init__(self, url: str, key: str | None, is_own: bool) -> None:
@@ -112,7 +113,8 @@ class _NoRedirects(HTTPRedirectHandler):
 class _OwnConnection(HTTPConnection):
     """Connects only to a process of this user.
 
-    Before the server listens, and after its end, anybody on the node can take its port, receive the key and answer.
+    Without this check, anybody on the node could take the port before the server listens, or after its end, receive
+    the key and answer.
     """
 
     def connect(self) -> None:
