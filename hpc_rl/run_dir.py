@@ -252,8 +252,8 @@ class RunDir:
             )
         if planted is not None:
             raise UserError(
-                f"run directory {self.path} contains {planted}: others could once write to this directory, so its files "
-                "may not be yours; choose another --run-dir"
+                f"run directory {self.path} contains {planted}: unless you have moved it there, others could once "
+                "write to this directory; choose another --run-dir"
             )
 
     def attempts(self) -> list[Path]:

@@ -16,8 +16,8 @@ def is_own_listener(address: str, port: int, table: Path = TABLE) -> bool:
     """Return whether a process of this user listens at exactly this IPv4 address and port.
 
     Linux prefers a listener at the exact address to one at all addresses, and never lets two users listen at the same
-    address and port (socket(7), SO_REUSEPORT). So if this returns True before and after a connection is made, and the
-    server listens only once in its life, the connection goes to a process of this user.
+    address and port (socket(7), SO_REUSEPORT). So if this returns True before and after a connection is made, no other
+    listener has it.
     """
     number = int.from_bytes(socket.inet_aton(address), sys.byteorder)
     local = f"{number:08X}:{port:04X}"

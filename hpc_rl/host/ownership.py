@@ -95,7 +95,7 @@ def make_writable(path: Path) -> None:
 def keeps_entries(folder: Path) -> bool:
     """Return whether no other user can replace this user's entries of a folder: /tmp is safe by its sticky bit."""
     found = folder.stat()
-    return is_trusted(found.st_uid) and (not others_write(folder) or bool(found.st_mode & stat.S_ISVTX))
+    return _is_trusted(found.st_uid) and (not others_write(folder) or bool(found.st_mode & stat.S_ISVTX))
 
 
 def others_write(at: Path | int) -> bool:
@@ -123,7 +123,7 @@ def weakness(path: Path, group: int | None = None) -> str | None:
     for folder, entry in _way(path):
         above = folder.stat()
         trusted = group is not None and above.st_gid == group
-        if not is_trusted(above.st_uid) and not trusted:
+        if not _is_trusted(above.st_uid) and not trusted:
             return f"{folder} belongs to {_user(above.st_uid)}"
         open_to_others = others_write(folder) and not (trusted and not above.st_mode & stat.S_IWOTH)
         if open_to_others and not above.st_mode & stat.S_ISVTX:
@@ -132,7 +132,7 @@ def weakness(path: Path, group: int | None = None) -> str | None:
             found = entry.lstat()
         except FileNotFoundError:
             return None
-        if (open_to_others or stat.S_ISLNK(found.st_mode)) and not is_trusted(found.st_uid):
+        if (open_to_others or stat.S_ISLNK(found.st_mode)) and not _is_trusted(found.st_uid):
             return f"{entry} belongs to {_user(found.st_uid)}"
     found = path.stat()
     if found.st_uid != os.geteuid():
@@ -143,11 +143,14 @@ def weakness(path: Path, group: int | None = None) -> str | None:
 
 
 def foreign_entry(folder: Path) -> str | None:
-    """Return what another user has put into a folder of this user (a file, folder or link), with its owner; or None."""
+    """Return what another user has put into a folder of this user (a file, folder or link), with its owner; or None.
+
+    A user namespace shows root like any other user, so that root's entries count as foreign there.
+    """
     for name in sorted(os.listdir(folder)):  # noqa: PTH208
         with contextlib.suppress(FileNotFoundError):
             owner = (folder / name).lstat().st_uid
-            if not is_trusted(owner):
+            if owner not in (0, os.geteuid()):
                 return f"{name}, which belongs to {_user(owner)}"
     return None
 
@@ -177,7 +180,7 @@ def _way(path: Path) -> Iterator[tuple[Path, Path]]:
         names = [*target.parts[target.is_absolute() :], *names]
 
 
-def is_trusted(uid: int) -> bool:
+def _is_trusted(uid: int) -> bool:
     """Return whether a user is this one or root. A user namespace shows root as an overflow id (user_namespaces(7))."""
     if uid in (0, os.geteuid()):
         return True
@@ -204,7 +207,7 @@ def _listed_write(at: Path | int) -> bool:
         return False
     return any(
         bool(permissions & _ACL_WRITE)
-        and ((tag == _ACL_USER and not is_trusted(who)) or (tag == _ACL_GROUP and not _is_group_of_one(who)))
+        and ((tag == _ACL_USER and not _is_trusted(who)) or (tag == _ACL_GROUP and not _is_group_of_one(who)))
         for tag, permissions, who in _ACL_ENTRY.iter_unpack(entries)
     )
 

@@ -92,11 +92,11 @@ def own_scratch(environ: Mapping[str, str]) -> Iterator[Path]:
     """
     folder = local_folder(environ) / new_name(environ.get("SLURM_JOB_ID", "local"))
     folder.mkdir(mode=0o700)
-    try:
-        with held(folder):
-            yield folder
-    finally:
-        remove_tree(folder)
+    with contextlib.ExitStack() as stack:
+        stack.callback(remove_tree, folder)  # if it cannot be held
+        stack.enter_context(held(folder))
+        stack.callback(remove_tree, folder)  # while it is held, so that what a killed process leaves has the mark
+        yield folder
 
 
 def _leave_to_others(folder: Path) -> None:

@@ -2,6 +2,8 @@ import grp
 import os
 import pwd
 import struct
+import subprocess
+import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -221,3 +223,19 @@ def test_what_another_user_has_put_into_a_folder(tmp_path: Path) -> None:
     (tmp_path / "planted").symlink_to(tmp_path / "own")
     os.lchown(tmp_path / "planted", OTHER, OTHER)
     assert foreign_entry(tmp_path) == f"planted, which belongs to user {OTHER}"
+
+
+@needs_root
+def test_a_user_namespace_hides_no_other_user(tmp_path: Path) -> None:
+    """It shows all users but one under the same id, as in an image."""
+    namespace = ["unshare", "--user", "--map-current-user"]
+    if subprocess.run([*namespace, "true"], capture_output=True, timeout=60, check=False).returncode != 0:
+        pytest.skip("no user namespaces here")
+    (tmp_path / "planted").touch()
+    os.chown(tmp_path / "planted", OTHER, OTHER)
+    program = (
+        "import sys, pathlib; from hpc_rl.host.ownership import foreign_entry as f; print(f(pathlib.Path(sys.argv[1])))"
+    )
+    command = [*namespace, sys.executable, "-c", program, str(tmp_path)]
+    found = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout
+    assert found.startswith("planted, which belongs to user ")

@@ -357,13 +357,23 @@ SERVICES = {
 """Calls of Ray's node managers, workers, agents and control store. The first one of each service changes nothing."""
 
 
+REFUSALS = (
+    *(grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.UNIMPLEMENTED),
+    *(grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED),
+)
+"""Any other answer comes from the method itself."""
+
+
 def call_rays_services(target: Target) -> str | None:
-    """Make these calls by gRPC, with no token and with a wrong one; or the first ones with RAY_AUTH_TOKEN."""
+    """Make these calls by gRPC, with no token and with a wrong one, or the first ones with RAY_AUTH_TOKEN.
+
+    Returns:
+        the methods that have answered.
+    """
     own = os.environ.get("RAY_AUTH_TOKEN")
     headers = [(("authorization", f"Bearer {own or '0' * 64}"),), *([] if own else [None])]
-    methods = [
-        f"/ray.rpc.{service}/{name}" for service, names in SERVICES.items() for name in names[: 1 if own else None]
-    ]
+    methods = [f"{service}/{name}" for service, names in SERVICES.items() for name in names[: 1 if own else None]]
+    answered = []
     for port in target.ports:
         channel = grpc.insecure_channel(f"{target.host}:{port}")
         try:
@@ -371,10 +381,12 @@ def call_rays_services(target: Target) -> str | None:
         except grpc.FutureTimeoutError:
             continue
         for method, header in itertools.product(methods, headers):
-            with contextlib.suppress(grpc.RpcError):
-                channel.unary_unary(method)(b"", timeout=CONNECT_S, metadata=header)
-                return f"{method} on port {port}"
-    return None
+            try:
+                channel.unary_unary(f"/ray.rpc.{method}")(b"", timeout=CONNECT_S, metadata=header)
+                answered.append(method)
+            except grpc.RpcError as error:
+                answered += [] if error.code() in REFUSALS else [f"{method}: {error.code().name}"]
+    return " ".join(answered) or None
 
 
 BY_NODE: tuple[Callable[[Target], str | None], ...] = (
@@ -395,7 +407,7 @@ def attempt(what: Callable[[Target], str | None], target: Target) -> str | None:
     by_port = [replace(target, ports=(port,)) for port in target.ports] if what in BY_PORT else [target]
     found = [outcome() for outcome in [_start(what, one) for one in by_port]]
     found += [f"created {target.mark}"] if target.mark.exists() else []
-    return next((reached for reached in found if reached is not None), None)
+    return "; ".join(reached for reached in found if reached is not None) or None
 
 
 def _start(what: Callable[[Target], str | None], target: Target) -> Callable[[], str | None]:

@@ -203,7 +203,7 @@ def the_job_refuses(place: Place, said: str = "another user owns") -> None:
 def the_closed_directory_is_refused(place: Place) -> None:
     """The user has noticed that others could write, and closed the directory. What was planted is still there."""
     place.run.path.chmod(0o700)
-    refused(place.run.check_owner, rf"contains \S+, which belongs to user {INTRUDER}: others could once")
+    refused(place.run.check_owner, rf"contains \S+, which belongs to user {INTRUDER}: unless you")
     the_job_refuses(place, "which belongs to another user: submit again with")
 
 

@@ -33,6 +33,7 @@ from tests.security import network_intruder, test_files, test_jobs_on_slurm
 from tests.security.network_intruder import (
     ATTEMPTS,
     OCCUPIED,
+    SERVICES,
     SLURM,
     Target,
     attempt,
@@ -208,9 +209,12 @@ def test_nobody_gets_into_a_ppo_job(workspace: Workspace, slurm_cluster: Cluster
     services = ",".join(str(port) for address, port in listeners(slurm_cluster) if address != "127.0.0.1")
     for given, opens in (("0" * 64, False), (token, True)):  # only the token makes the difference
         auth = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": given}
-        for what, ports in ((use_the_control_store, port), (call_rays_services, services)):
-            call = (slurm_cluster, "node4", host, ports, metrics.parent, mark, auth, what.__name__)
-            assert bool(one_attack(*call)) == opens, what
+        store, called = (
+            " ".join(one_attack(slurm_cluster, "node4", host, ports, metrics.parent, mark, auth, what.__name__))
+            for what, ports in ((use_the_control_store, port), (call_rays_services, services))
+        )
+        assert bool(store) == opens, store
+        assert {service for service in SERVICES if service in called} == (set(SERVICES) if opens else set()), called
     workspace.wait_until(lambda: step() >= reached + 1, "another step")
     workspace.ok("stop", "ppo")
     workspace.wait_until(lambda: workspace.status("ppo")["state"] == "STOPPED", "stopped")

@@ -11,6 +11,7 @@ from tests.submission.test_script import run_script, torchrun_job
 RUNS = "Restarts=0 PreemptTime=None ExcNodeList=(null)"
 TERM = 'kill -TERM "$(ps -o ppid= -p $$)"; '
 """The step has its parent signalled, as Slurm signals the script."""
+LOSES = 'printf "node2\\nnode3\\n" > "$HPC_RL_ATTEMPT_DIR/.lost"; exit 1'
 LATER = "sleep 1; "  # until bash has run the trap, which it does when `wait` is interrupted
 
 
@@ -96,7 +97,7 @@ scontrol() {
   return 1
 }
 sleep() {
-  if [ "$1" = 10 ]; then rm -f "$SEEN.away"; JOB=${LATER_JOB:-$JOB}; else command sleep 0.1; fi
+  if [ "$1" = 10 ]; then rm -f "$SEEN.away"; JOB=${LATER_JOB:-$JOB}; eval "${LATER:-}"; else command sleep 0.1; fi
 }
 """
 """The controller is out of reach from the end of the step until the first wait for it."""
@@ -119,10 +120,30 @@ def test_a_node_that_was_cut_off_does_not_end_the_next_attempt(tmp_path: Path) -
     assert "may have been cut off instead of node2, so no node is excluded" in said
 
 
+@pytest.mark.parametrize("how", ["kill -TERM $$", "export JOB_STATE=CANCELLED"])
+def test_a_job_that_is_cancelled_while_the_controller_is_away_is_not_queued_again(tmp_path: Path, how: str) -> None:
+    code, recorded, said = end(tmp_path, LOSES_BOTH, first=f"LATER='{how}'\n{AWAY}")
+    assert (code, recorded["state"], recorded["exit_code"]) == (143, "CANCELLED", 143)
+    assert "requeue 7" not in said and "job 7 was cancelled, and is not queued again" in said
+
+
+def test_nodes_are_not_excluded_if_slurm_has_queued_the_job_before_it_was_asked(tmp_path: Path) -> None:
+    _, recorded, said = end(tmp_path, LOSES, job=RUNS.replace("Restarts=0", "Restarts=1"))
+    assert recorded["state"] == "REQUEUED" and "requeue 7" not in said and "ExcNodeList" not in said
+
+
 def test_a_controller_that_never_answers_is_not_asked_for_ever(tmp_path: Path) -> None:
     first = AWAY.replace('rm -f "$SEEN.away"', ":")
     code, recorded, said = end(tmp_path, LOSES_BOTH, first=first)
     assert (code, recorded["state"]) == (1, "FAILED") and "requeue 7" not in said
+
+
+@pytest.mark.parametrize("ends", ["exit 1", LOSES])
+def test_an_attempt_that_was_replaced_keeps_the_stop_file_of_the_next_one(tmp_path: Path, ends: str) -> None:
+    job = torchrun_job(tmp_path / "run")
+    step = f'mkdir "$HPC_RL_RUN_DIR/attempt-2"; echo walltime > "$HPC_RL_RUN_DIR/stop"; {ends}'
+    run_script(job, tmp_path, step=step, first=f"export JOB='{RUNS}'\n")
+    assert job.run_dir.stop.read_text() == "walltime\n"
 
 
 def test_an_attempt_that_was_replaced_records_no_state(tmp_path: Path) -> None:
@@ -154,9 +175,6 @@ def test_slurm_may_have_queued_the_job_at_the_same_time(
         code, recorded, said = end(tmp_path, work, job=RUNS.replace("Restarts=0", f"Restarts={count}"), first=first)
         assert (code, recorded["state"], recorded["exit_code"]) == (exit_code, state, exit_code)
         assert ("update JobId=7 ExcNodeList=node2,node3" in said) is (state == "REQUEUED" and step == "LOSES")
-
-
-LOSES = 'printf "node2\\nnode3\\n" > "$HPC_RL_ATTEMPT_DIR/.lost"; exit 1'
 
 
 def test_lost_nodes_are_left_out_a_limited_number_of_times(tmp_path: Path) -> None:

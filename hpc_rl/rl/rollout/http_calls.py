@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from http.client import HTTPConnection, HTTPException, HTTPResponse
+from secrets import randbelow
 from typing import Any, Generic, TypeVar
 from urllib.error import HTTPError, URLError
 from urllib.request import HTTPHandler, HTTPRedirectHandler, ProxyHandler, Request, build_opener
@@ -113,11 +114,13 @@ class _NoRedirects(HTTPRedirectHandler):
 class _OwnConnection(HTTPConnection):
     """Connects only to a process of this user.
 
-    Without this check, anybody on the node could take the port before the server listens, or after its end, receive
-    the key and answer.
+    Without the checks, anybody on the node could take the port before the server listens, or after its end, receive the
+    key and answer. A socket that does not listen, but connects from that port to this socket's address, would have the
+    connection too (RFC 9293, simultaneous open); the address is random, so that nobody can know it.
     """
 
     def connect(self) -> None:
+        self.source_address = (f"127.{randbelow(256)}.{randbelow(256)}.{1 + randbelow(254)}", 0)
         self._check()
         super().connect()
         self._check()

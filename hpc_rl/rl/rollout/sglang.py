@@ -31,7 +31,7 @@ from hpc_rl.config.training import ModelSource
 from hpc_rl.errors import UserError
 from hpc_rl.host.files import writing
 from hpc_rl.host.heartbeat import heart
-from hpc_rl.rl.process import own_folder
+from hpc_rl.rl.process import keep_temporary_files_in_the_job, own_folder
 from hpc_rl.rl.rollout.engine import Completion, Placement, Request, Sampling, Span
 from hpc_rl.rl.rollout.http_calls import Answer, Calls, UnreachableError
 from hpc_rl.rl.rollout.sglang_server import SglangServer
@@ -61,6 +61,7 @@ def load(
     config: EngineJob, eos_token_ids: Collection[int], placement: Placement, policy: CausalLM | None
 ) -> SglangEngine:
     """Start a server with a copy of the model; see `hpc_rl.rl.rollout.engine.Loader`."""
+    keep_temporary_files_in_the_job()
     start_s = START_SHARE * config.trainer.model_timeout_s
     server = SglangServer(server_settings(config.model, config.rollout, placement), placement.log, start_s)
     # The server also ends responses at the tokens of the model's own configuration.

@@ -83,10 +83,7 @@ class SglangServer:
 
     def is_healthy(self) -> bool:
         """Return whether the server generates, which takes it a second or more to find out."""
-        try:
-            return self.client.get("/health", HEALTH_TIMEOUT_S).status == 200
-        except UnreachableError:
-            return False
+        return self._problem() is None
 
     def check_is_alive(self) -> None:
         """Give up if the server has ended."""
@@ -134,17 +131,26 @@ class SglangServer:
             if self._log is not None:
                 os.close(output)
 
+    def _problem(self) -> str | None:
+        """Return why the server does not generate; None if it does."""
+        try:
+            answer = self.client.get("/health", HEALTH_TIMEOUT_S)
+        except UnreachableError as error:
+            return str(error)
+        return None if answer.status == 200 else f"/health: {answer.reason()}"
+
     def _wait_until_ready(self, start_s: float) -> None:
         deadline = time.monotonic() + start_s
         with heart.waiting():
-            while not self.is_healthy():
+            while problem := self._problem():
                 ended = self._process.poll()
                 if ended is None and time.monotonic() < deadline:
                     time.sleep(POLL_S)
                     continue
                 self.close()
                 self._hide_key()
-                found = f"was not ready within {start_s:.0f} s" if ended is None else f"ended with exit code {ended}"
+                late = f"was not ready within {start_s:.0f} s ({problem})"
+                found = late if ended is None else f"ended with exit code {ended}"
                 advice = "raise trainer.model_timeout_s" if ended is None else "correct what the log shows"
                 raise RunError(
                     f"rollout.name=sglang: python -m sglang.launch_server {found}: {advice}, or use another engine"

@@ -14,6 +14,7 @@ A checkpoint gets its name when all of its parts are complete and on disk. Only 
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
 import sys
@@ -26,7 +27,6 @@ from typing import Any
 from hpc_rl.errors import RunError
 from hpc_rl.host.disk import explained
 from hpc_rl.host.files import sync_folder, write_synced
-from hpc_rl.host.ownership import is_trusted
 from hpc_rl.training.checkpoints import checksums
 
 MODEL, ACTOR, CRITIC = "model", "actor", "critic"
@@ -227,11 +227,12 @@ def problem_of(path: Path) -> str | None:
 def _of_another_user(path: Path) -> Path | None:
     """Return a file or folder of a checkpoint that the run's owner has not written: reading it could run a program.
 
-    Files of this user and of root are trusted too, because a checkpoint may have been copied.
+    Files of this user and of root are trusted too, because a checkpoint may have been copied. A user namespace (an
+    image) shows root like any other user, so that root's files count as those of another user there.
     """
     owner = path.parent.parent.stat().st_uid
     owners = ((entry, entry.lstat().st_uid) for entry in (path, *path.rglob("*")))
-    return next((entry for entry, uid in owners if uid != owner and not is_trusted(uid)), None)
+    return next((entry for entry, uid in owners if uid not in (owner, 0, os.geteuid())), None)
 
 
 def part_problem(part: Path) -> str | None:

@@ -133,13 +133,34 @@ def test_an_own_server_must_listen_before_and_after_the_connection_is_made(
 ) -> None:
     """Whoever takes the port in between has the connection, and nothing is sent to it."""
     left = iter(checks)
+    asked: list[str] = []
+
+    def answer(request: BaseHTTPRequestHandler, _: bytes) -> None:
+        asked.append(request.path)
+        send(request, 200, b"{}")
+
     monkeypatch.setattr(http_calls, "is_own_listener", lambda *_: next(left))
     with (
-        serving(handler(lambda request, _: send(request, 200, b"{}"))) as url,
+        serving(handler(answer)) as url,
         pytest.raises(UnreachableError, match="no process of this user listens"),
     ):
         HttpClient(url, "secret", is_own=True).get("/", DEADLINE_S)
-    assert list(left) == []
+    assert list(left) == [] and asked == []
+
+
+def test_nobody_can_know_the_address_from_which_an_own_server_is_called() -> None:
+    """A socket that connects from the server's port to this address would have the connection: see _OwnConnection."""
+    callers: set[str] = set()
+
+    def note(request: BaseHTTPRequestHandler, _: bytes) -> None:
+        callers.add(request.client_address[0])
+        send(request, 200, b"{}")
+
+    with serving(handler(note)) as url:
+        client = HttpClient(url, "secret", is_own=True)
+        for _ in range(20):
+            assert client.get("/", DEADLINE_S).status == 200
+    assert len(callers) > 15 and all(caller.startswith("127.") for caller in callers)
 
 
 def test_a_server_that_is_silent_or_slow_is_unreachable() -> None:
