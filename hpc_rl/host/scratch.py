@@ -95,7 +95,7 @@ def own_scratch(environ: Mapping[str, str]) -> Iterator[Path]:
     with contextlib.ExitStack() as stack:
         stack.callback(remove_tree, folder)  # if it cannot be held
         stack.enter_context(held(folder))
-        stack.callback(remove_tree, folder)  # while it is held, so that what a killed process leaves has the mark
+        stack.callback(remove_tree, folder)  # while it is held: what a killed process leaves is removed later
         yield folder
 
 

@@ -120,11 +120,29 @@ def test_a_node_that_was_cut_off_does_not_end_the_next_attempt(tmp_path: Path) -
     assert "may have been cut off instead of node2, so no node is excluded" in said
 
 
-@pytest.mark.parametrize("how", ["kill -TERM $$", "export JOB_STATE=CANCELLED"])
+@pytest.mark.parametrize("how", ["kill -TERM $$", "export JOB_STATE=CANCELLED", "export JOB_STATE=COMPLETING"])
 def test_a_job_that_is_cancelled_while_the_controller_is_away_is_not_queued_again(tmp_path: Path, how: str) -> None:
     code, recorded, said = end(tmp_path, LOSES_BOTH, first=f"LATER='{how}'\n{AWAY}")
     assert (code, recorded["state"], recorded["exit_code"]) == (143, "CANCELLED", 143)
     assert "requeue 7" not in said and "job 7 was cancelled, and is not queued again" in said
+
+
+@pytest.mark.parametrize("how", ["kill -TERM $$", "export JOB_STATE=COMPLETING"])
+@pytest.mark.parametrize("why", ["preemption", "walltime", "requeue"])
+def test_a_job_that_ends_for_another_reason_while_the_controller_is_away_is_queued_again(
+    tmp_path: Path, how: str, why: str
+) -> None:
+    """The grace time of a preemption or the walltime is over, or Slurm has queued the job again."""
+    changed = {
+        "preemption": f"JOB='{RUNS.replace('PreemptTime=None', 'PreemptTime=2026-11-22T07:22:12')}'",
+        "walltime": "HPC_RL_JOB_END=1",
+        "requeue": f"JOB='{RUNS.replace('Restarts=0', 'Restarts=1')}'",
+    }
+    _, recorded, said = end(
+        tmp_path, LOSES_BOTH, first=f'LATER="{changed[why]}; {how.replace("$", chr(92) + "$")}"\n{AWAY}'
+    )
+    assert recorded["state"] == "REQUEUED" and ("requeue 7\n" in said) is (why != "requeue")
+    assert "cancelled" not in said
 
 
 def test_nodes_are_not_excluded_if_slurm_has_queued_the_job_before_it_was_asked(tmp_path: Path) -> None:

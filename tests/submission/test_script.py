@@ -46,7 +46,7 @@ case "$*" in
   "show config") echo "Configuration data as of ${CONTROLLER_TIME:-1795280000}"; echo "KillWait = 30 sec" ;;
   requeue*) echo "$*" >> "$SEEN.scontrol"; [ -z "${REFUSED:-}" ] || { touch "$SEEN.refused"; exit 1; } ;;
   "show job --oneliner 7"*) [ ! -e "$SEEN.refused" ] || JOB=$REFUSED
-    echo "JobId=7 JobName=x JobState=${JOB_STATE:-COMPLETING} ${JOB:-}" ;;
+    echo "JobId=7 JobName=x JobState=${JOB_STATE:-RUNNING} ${JOB:-}" ;;
   *) echo "$*" >> "$SEEN.scontrol" ;;
 esac
 """

@@ -9,12 +9,11 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from http.client import HTTPConnection, HTTPException, HTTPResponse
-from secrets import randbelow
 from typing import Any, Generic, TypeVar
 from urllib.error import HTTPError, URLError
 from urllib.request import HTTPHandler, HTTPRedirectHandler, ProxyHandler, Request, build_opener
 
-from hpc_rl.host.listeners import is_own_listener
+from hpc_rl.host.listeners import is_own_listener, is_own_peer
 from hpc_rl.host.proxies import proxies
 
 T = TypeVar("T")
@@ -115,18 +114,17 @@ class _OwnConnection(HTTPConnection):
     """Connects only to a process of this user.
 
     Without the checks, anybody on the node could take the port before the server listens, or after its end, receive the
-    key and answer. A socket that does not listen, but connects from that port to this socket's address, would have the
-    connection too (RFC 9293, simultaneous open); the address is random, so that nobody can know it.
+    key and answer. A server listens once in its life. So if it did before and after the connection was made, no other
+    listener has the connection.
     """
 
     def connect(self) -> None:
-        self.source_address = (f"127.{randbelow(256)}.{randbelow(256)}.{1 + randbelow(254)}", 0)
-        self._check()
-        super().connect()
-        self._check()
-
-    def _check(self) -> None:
-        if not is_own_listener(self.host, self.port):
+        server = (self.host, self.port)
+        is_own = is_own_listener(server)
+        if is_own:
+            super().connect()
+            is_own = is_own_listener(server) and is_own_peer(server, self.sock.getsockname())
+        if not is_own:
             raise ConnectionRefusedError(f"no process of this user listens at {self.host}:{self.port}")
 
 
