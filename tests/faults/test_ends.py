@@ -192,6 +192,27 @@ def test_the_first_node_that_is_cut_off_and_comes_back(
     observed(Outcome("first node cut off, back later", "sft", seconds, message, ended, lost, "nothing"))
 
 
+def test_a_job_that_is_cancelled_while_its_first_node_is_cut_off(
+    patient_cluster: Cluster, observed: Callable[[Outcome], None]
+) -> None:
+    """Its script waits for Slurm, and must not queue it again when the network is back."""
+    workspace, cluster = workspace_on(patient_cluster, "ends"), patient_cluster
+    run = begin(workspace, "sft", "cancelled", "trainer.total_training_steps=8", *workspace.hold_at(3))
+    first, other = nodes_of(cluster, workspace, run)
+    unplug(cluster, first)
+    workspace.wait_until(lambda: f"lost {other} (1 of at most 3 times)" in text_of(run), "the script to ask Slurm")
+    workspace.ok("cancel", run.name)
+    plug_in(cluster, first)
+    workspace.wait_until(lambda: left_on(cluster, cluster.nodes) == [], "all nodes to be empty")
+    workspace.wait_until(lambda: workspace.status(run.name)["state"] not in ("RUNNING", "COMPLETING"), "the end")
+    status = workspace.status(run.name)
+    assert (status["state"], status["attempt"]) == ("CANCELLED", 1), text_of(run)
+    job = cluster.run(["scontrol", "show", "job", str(status["job_id"])], check=True).stdout
+    assert "Restarts=0 " in job, job
+    ended = "CANCELLED, and not queued again"
+    observed(Outcome("first node cut off, `hpc-rl cancel`, back", "sft", None, "", ended, None, "nothing"))
+
+
 def unplug(cluster: Cluster, node: str) -> None:
     network.unplug(state.machines(cluster.name)["ctl"].pid, cluster.nodes.index(node) + 1, second="")
 
