@@ -32,8 +32,10 @@ def test_the_job_script_writes_the_same_status(tmp_path: Path, state: str, code:
     run.write_status("12_3", 2, state, code)
     by_python = run.status.read_text()
     run.status.unlink()
-    functions = re.findall(r"^(?:replace|report)\(\) \{\n.*?^\}\n", GOLDEN.read_text(), re.DOTALL | re.MULTILINE)
-    assert len(functions) == 2
+    functions = re.findall(
+        r"^(?:replace|is_latest|report)\(\) \{.*?\}\n(?=\S|\n)", GOLDEN.read_text(), re.DOTALL | re.MULTILINE
+    )
+    assert len(functions) == 3
     given = "null" if code is None else code
     script = f"HPC_RL_RUN_DIR={tmp_path} SLURM_JOB_ID=15 job=12_3 attempt=2\n{''.join(functions)}report {state} {given}"
     subprocess.run(["bash", "-euc", script], check=True, timeout=600)

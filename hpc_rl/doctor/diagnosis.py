@@ -40,7 +40,7 @@ _NOISE = re.compile(
 )
 _EXCEPTION = re.compile(_PREFIX + r"(?:\w+\.)*[A-Z]\w*(?:Error|Exception|Interrupt|Timeout)(?:\(\w+\))?(?:: |:?$)")
 """The last line of a traceback."""
-_ERROR_LINE = re.compile(r"\berror\b|^hpc-rl: |\b[A-Z]\w*(Error|Exception)\b|^Traceback", re.IGNORECASE)
+_ERROR_LINE = re.compile(r"\berror\b|^hpc-rl: (?!Ray is up )|\b[A-Z]\w*(Error|Exception)\b|^Traceback", re.IGNORECASE)
 
 Role = Literal["verdict", "own", "ray"]
 _ORDER: tuple[set[tuple[Kind, Role]], ...] = (

@@ -372,6 +372,9 @@ def test_what_slurm_says_explains_a_run_without_a_log(tmp_path: Path) -> None:
 def test_an_unknown_failure_shows_its_last_errors() -> None:
     assert last_lines("fine\nValueError: one\nfine\nTypeError: two\nbye\n", 1) == (["TypeError: two"], [])
     assert last_lines("a\nb\nc\n", 2) == ([], ["b", "c"])
+    success = "hpc-rl: Ray is up on 2 nodes after 8.8 s"
+    assert last_lines(f"{success}\ndone\n") == ([], [success, "done"])
+    assert last_lines("hpc-rl: no space\ndone\n") == (["hpc-rl: no space"], [])
 
 
 def test_of_a_long_log_both_ends_are_read(tmp_path: Path) -> None:
