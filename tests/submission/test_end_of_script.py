@@ -1,6 +1,7 @@
 """How the job script ends: what it records, and whether it queues its job again."""
 
 import json
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -138,9 +139,7 @@ def test_a_job_that_ends_for_another_reason_while_the_controller_is_away_is_queu
         "walltime": "HPC_RL_JOB_END=1",
         "requeue": f"JOB='{RUNS.replace('Restarts=0', 'Restarts=1')}'",
     }
-    _, recorded, said = end(
-        tmp_path, LOSES_BOTH, first=f'LATER="{changed[why]}; {how.replace("$", chr(92) + "$")}"\n{AWAY}'
-    )
+    _, recorded, said = end(tmp_path, LOSES_BOTH, first=f"LATER={shlex.quote(f'{changed[why]}; {how}')}\n{AWAY}")
     assert recorded["state"] == "REQUEUED" and ("requeue 7\n" in said) is (why != "requeue")
     assert "cancelled" not in said
 
