@@ -111,11 +111,16 @@ test-liger: .venv/test
 	TRITON_INTERPRET=1 PYTHONPATH=build/liger $(BIN)/python -m pytest tests/training/models/test_liger.py
 
 # It needs a driver and several gigabytes: pip's default builds of torch and vLLM are for CUDA. The results are printed, and
-# the exit code is not 0 if a check failed. Fewer GPUs: CUDA_VISIBLE_DEVICES=0,1 make test-gpu.
+# the exit code is not 0 if a check failed. GPUS=4 uses the first 4 of CUDA_VISIBLE_DEVICES, or of the machine. The doctor
+# comes first, because it shows what the jobs need; with 4 or more GPUs it runs again as if they were on two nodes.
+GPUS ?= 1
 test-gpu: .venv-gpu
-	@failed=0; \
-	.venv-gpu/bin/python -m benchmarks.gpu_jobs || failed=1; \
-	.venv-gpu/bin/hpc-rl doctor --local --on-nodes 1 --train trainer.device=cuda || failed=1; \
+	@visible=$$(.venv-gpu/bin/python -m benchmarks.first_gpus $(GPUS)) || exit 2; \
+	export CUDA_VISIBLE_DEVICES=$$visible; failed=0; \
+	doctor=".venv-gpu/bin/hpc-rl doctor --local --train trainer.device=cuda"; \
+	$$doctor --on-nodes 1 --gpus-per-node $(GPUS) || failed=1; \
+	if [ $(GPUS) -ge 4 ]; then $$doctor --on-nodes 2 --gpus-per-node $$(( $(GPUS) / 2 )) || failed=1; fi; \
+	.venv-gpu/bin/python -m benchmarks.gpu_jobs --gpus $(GPUS) || failed=1; \
 	exit $$failed
 
 .venv-gpu: setup.cfg

@@ -4,8 +4,9 @@ A small model with random weights learns for some steps in each job, which `hpc-
 the two devices have to be equal up to the rounding of bfloat16. In reinforcement learning the responses differ; there,
 the probabilities of the engine and of the trainer are compared. `generate` only has to end well.
 
-It needs the extras `rl`, `torchao`, `qlora` and `liger`, and no network. `--jobs` runs some of the jobs, and only
-prints. The exit code is 1 if a job failed, differs, or is left out because its library is missing.
+It needs the extras `rl`, `torchao`, `qlora` and `liger`, and no network. `--gpus` is the number of GPUs of each job;
+its run on CPUs has one process. `--jobs` runs some of the jobs, and only prints. The exit code is 1 if a job failed,
+differs, or is left out because its library is missing.
 """
 
 from __future__ import annotations
@@ -115,7 +116,9 @@ class Result:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--jobs", choices=list(JOBS), nargs="+", metavar="JOB", help=", ".join(JOBS))
-    chosen = parser.parse_args().jobs
+    parser.add_argument("--gpus", type=int, default=1, metavar="N", help="GPUs of each job (default: 1)")
+    options = parser.parse_args()
+    chosen = options.jobs
     jobs = chosen or list(JOBS)
     results = {}
     with tempfile.TemporaryDirectory() as name:
@@ -123,14 +126,15 @@ def main() -> int:
         prepare(folder)
         for job in jobs:
             for device in JOBS[job].devices if has_library(job) else ():
-                results[job, device] = run(folder, job, device)
+                results[job, device] = run(folder, job, device, options.gpus if device == "cuda" else 1)
     rows = [[job, *row(job, results)] for job in jobs]
     text = table(["job", "last loss, GPU", "last loss, CPU", "difference", "engine and trainer", "result"], rows)
     if chosen:
         print(text)
     else:
         kept = {f"{job}, {device}": asdict(result) for (job, device), result in results.items()}
-        publish("gpu_jobs", text, kept, [one for one in LIBRARIES if importlib.util.find_spec(one.replace("-", "_"))])
+        name = "gpu_jobs" if options.gpus == 1 else f"gpu_jobs_{options.gpus}"
+        publish(name, text, kept, [one for one in LIBRARIES if importlib.util.find_spec(one.replace("-", "_"))])
     return int(any(cells[-1] != PASSED for cells in rows))
 
 
@@ -153,13 +157,14 @@ def prepare(folder: Path) -> None:
     write_jsonl(folder / "prompts.jsonl", ({"prompt": pair["prompt"]} for pair in pairs))
 
 
-def run(folder: Path, name: str, device: str) -> Result:
+def run(folder: Path, name: str, device: str, processes: int = 1) -> Result:
     """Run a job to its end and read its metrics. A job that takes too long is ended, with its processes."""
     kind, *options = JOBS[name].options.split()
     steps = [] if kind == GENERATE else [f"trainer.total_training_steps={STEPS}", "trainer.logger=[]"]
     path = folder / f"{name}-{device}"
-    command = [sys.executable, "-m", "hpc_rl.cli", "submit", kind, "--local", "--nodes", "1", "--gpus-per-node", "1"]
-    command += ["--run-dir", str(path), "model.path=model", f"trainer.device={device}", *options, *steps]
+    command = [sys.executable, "-m", "hpc_rl.cli", "submit", kind, "--local", "--nodes", "1"]
+    command += ["--gpus-per-node", str(processes), "--run-dir", str(path)]
+    command += ["model.path=model", f"trainer.device={device}", *options, *steps]
     print(f"# {name} on {device}", file=sys.stderr, flush=True)
     log = folder / f"{name}-{device}.log"
     with log.open("w") as stream, subprocess.Popen(command, cwd=folder, stdout=stream, stderr=stream) as job:

@@ -8,7 +8,9 @@ from pathlib import Path
 import pytest
 
 from benchmarks import gpu_jobs
+from benchmarks.first_gpus import first_gpus
 from benchmarks.gpu_jobs import AGREEMENT, JOBS, LOSS, Result, difference, last_line, row, verdict
+from hpc_rl.errors import UserError
 from tests.commands import understand
 
 
@@ -88,3 +90,15 @@ def test_the_data_fits_the_jobs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     ended = gpu_jobs.run(tmp_path, "dpo", "cpu")
     assert ended.code == 0, ended.last_line
     assert ended.series(LOSS) == pytest.approx([math.log(2)], abs=1e-4)
+
+
+def test_the_first_gpus(tmp_path: Path) -> None:
+    assert first_gpus(2, {"CUDA_VISIBLE_DEVICES": "3,5,6"}) == "3,5"
+    with pytest.raises(UserError, match=r"GPUS=4: this shell may use 3 GPUs of type cuda"):
+        first_gpus(4, {"CUDA_VISIBLE_DEVICES": "3,5,6"})
+    smi = tmp_path / "nvidia-smi"
+    smi.write_text("#!/bin/sh\necho 'GPU 0: A'\necho 'GPU 1: A'\n")
+    smi.chmod(0o755)
+    assert first_gpus(2, {"PATH": str(tmp_path)}) == "0,1"
+    with pytest.raises(UserError, match="this shell may use 0 GPUs of type cuda"):
+        first_gpus(1, {"PATH": str(tmp_path / "none")})

@@ -80,18 +80,24 @@ def doctor(
     else:
         print("\n\n".join(filter(None, [as_text(found.checks), found.report or as_text(found.training)])))
     if found.report:
-        _record(found.report)
+        _record(found.report, job.run_dir.path)
     leave(1 if has_problem(found.everything) else 0)
 
 
-def _record(report: str) -> None:
-    """Write the result of the training checks into the user's site profile. A failure to do so is only a message."""
+def _record(report: str, run: Path) -> None:
+    """Write the result of the training checks to the site profile and to a page for bug reports. A failure to do so is
+    only a message."""
+    from hpc_rl.doctor.training import write_page
     from hpc_rl.sites.record import write_record
 
-    try:
-        note(f"the result is in {write_record(report)}")
-    except UserError as error:
-        note(str(error))
+    for what, write in (
+        ("the result is in", lambda: write_record(report)),
+        ("the same as a page for a bug report, without names and paths:", lambda: write_page(report, run)),
+    ):
+        try:
+            note(f"{what} {write()}")
+        except UserError as error:
+            note(str(error))
 
 
 @app.command()

@@ -47,6 +47,12 @@ class EngineSpec:
     transformers' parameters, which may hold several tensors of a file, such as all experts of a layer."""
     exact_on: tuple[str, ...] = ()
     """Devices on which the engine's float32 log-probabilities equal the trainer's up to rounding."""
+    own_arguments: tuple[str, ...] = ()
+    """Arguments (rollout.engine_kwargs) that hpc-rl sets itself, and the engine does not work with other values."""
+    one_only: tuple[str, ...] = ()
+    """Arguments that spread an engine in ways for which no GPUs are reserved; 1 is their only possible value."""
+    unsynced: tuple[str, ...] = ()
+    """Arguments with which an engine does not receive new weights."""
     environment: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
     """Per device, variables of a separate process of the engine, set before it imports anything."""
 
@@ -93,6 +99,12 @@ ENGINES: dict[str, EngineSpec] = {
         reads_files=True,
         max_lora_rank=512,
         truncates_scaled=True,
+        own_arguments=(
+            *("tensor_parallel_size", "distributed_executor_backend", "enable_sleep_mode", "skip_tokenizer_init"),
+            *("worker_extension_cls", "weight_transfer_config", "logprobs_mode"),
+        ),
+        one_only=("pipeline_parallel_size", "data_parallel_size", "prefill_context_parallel_size"),
+        unsynced=("quantization", "enable_expert_parallel"),
         environment={"cuda": _VLLM, "cpu": _VLLM | _VLLM_CPU},
     ),
     "sglang": EngineSpec(
@@ -102,6 +114,11 @@ ENGINES: dict[str, EngineSpec] = {
         package="sglang",
         reads_files=True,
         truncates=False,
+        one_only=(
+            *("tp", "tp_size", "tensor_parallel_size", "pp_size", "pipeline_parallel_size"),
+            *("dp_size", "data_parallel_size"),
+        ),
+        unsynced=("quantization",),
         environment={"cpu": _SGLANG_CPU},
     ),
     # A client, which computes nothing: its slots are CPUs, and the job asks for no GPUs.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Annotated, Literal, Protocol
 
 from pydantic import Field
@@ -62,6 +62,20 @@ def pool_of(config: PooledJob, role: Role) -> str:
 def slot_unit(config: PooledJob) -> str:
     """Return what a pool consists of, for messages."""
     return "GPUs" if config.trainer.uses_gpus else "CPU slots"
+
+
+def can_be_even(sizes: Sequence[int], nodes: int, slots: int) -> bool:
+    """Return whether the ranks of a pool can be the same number on each of its nodes.
+
+    Args:
+        sizes: ranks of each entry of the pool. Each is on one node; several share nodes if there are fewer nodes.
+        nodes: nodes of the job.
+        slots: ranks for which a node has room.
+    """
+    if nodes == 1:
+        return True
+    each, shares = len(sizes), slots // max(sizes)
+    return len(set(sizes)) == 1 and any(each % used == 0 and each // used <= shares for used in range(1, nodes + 1))
 
 
 def pool_problems(config: PooledJob) -> Iterator[str]:

@@ -13,7 +13,7 @@ from hpc_rl.config.base import Path, Section
 from hpc_rl.config.distill import OnPolicyTeacherConfig
 from hpc_rl.config.engines import ENGINES
 from hpc_rl.config.environment import EnvironmentConfig
-from hpc_rl.config.pools import PoolsConfig, Role, pool_of, pool_problems, pool_spec, slot_unit
+from hpc_rl.config.pools import PoolsConfig, Role, can_be_even, pool_of, pool_problems, pool_spec, slot_unit
 from hpc_rl.config.prompts import PromptDataConfig
 from hpc_rl.config.ray import RayJobConfig
 from hpc_rl.config.reward import OptionalRewardConfig, require_reward
@@ -135,7 +135,7 @@ class PpoConfig(RayJobConfig):
         yield from self._batch_problems()
         yield from self._teacher_problems()
         yield from pool_problems(self)
-        yield from self._sequence_problems()
+        yield from self._rank_problems()
         yield from engine_problems(self)
         yield from sync_problems(self)
         yield from self._group_problems()
@@ -174,14 +174,22 @@ class PpoConfig(RayJobConfig):
                 f"{data.max_response_length}: lower it"
             )
 
-    def _sequence_problems(self) -> Iterator[str]:
-        size, spec = self.trainer.sequence_parallel, pool_spec(self)
+    def _rank_problems(self) -> Iterator[str]:
+        """Yield a message for each pool whose ranks cannot be divided as requested."""
+        trainer, spec = self.trainer, pool_spec(self)
         computing = {pool_of(self, role) for role in self.roles if role != "rollout"}
         for name in sorted(computing & spec.keys()):
-            if any(ranks % size for ranks in spec[name]):
+            sizes = " + ".join(map(str, spec[name]))
+            if any(ranks % trainer.sequence_parallel for ranks in spec[name]):
                 yield (
-                    f"trainer.sequence_parallel={size} does not divide the ranks of each node of pool {name}: "
-                    f"{' + '.join(map(str, spec[name]))}; use a divisor of their numbers, or another pools.spec"
+                    f"trainer.sequence_parallel={trainer.sequence_parallel} does not divide the ranks of each node of "
+                    f"pool {name}: {sizes}; use a divisor of their numbers, or another pools.spec"
+                )
+            if trainer.sharding == "hybrid" and not can_be_even(spec[name], trainer.nnodes, trainer.n_gpus_per_node):
+                yield (
+                    f"trainer.sharding=hybrid needs the same number of ranks on each node, and pool {name} has "
+                    f"{sizes} {slot_unit(self)} on {trainer.nnodes} nodes of {trainer.n_gpus_per_node}: use entries of "
+                    "the same size in pools.spec that divide a node alike, or trainer.sharding=full"
                 )
 
     def _teacher_problems(self) -> Iterator[str]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 from pydantic import Field
 
@@ -131,6 +131,7 @@ def engine_problems(config: EngineJob) -> Iterator[str]:
             f"top_p and top_k, and rollout.name={engine} reports those before them; set rollout.name={able}, or remove "
             "one of the two"
         )
+    yield from _argument_problems(config.rollout, engine)
     if parallel > 1 and not ENGINES[engine].tensor_parallel:
         able = " or ".join(name for name, each in ENGINES.items() if each.tensor_parallel)
         yield (
@@ -148,8 +149,38 @@ def engine_problems(config: EngineJob) -> Iterator[str]:
         )
 
 
+def _argument_problems(rollout: EngineConfig, engine: str) -> Iterator[str]:
+    """Yield a message for each argument of an engine that hpc-rl sets itself, or for which it has no GPUs."""
+    spec, arguments = ENGINES[engine], _arguments(rollout)
+    for name in arguments.keys() & set(spec.own_arguments):
+        yield (
+            f"rollout.engine_kwargs.{name}={arguments[name]}: hpc-rl sets this argument of {engine} itself; remove it"
+            + (", and set rollout.tensor_parallel_size" if name == "tensor_parallel_size" else "")
+        )
+    for name in spec.one_only:
+        if arguments.get(name, 1) not in (None, 1):
+            yield (
+                f"rollout.engine_kwargs.{name}={arguments[name]}: an engine of {engine} has "
+                f"{rollout.tensor_parallel_size} of the job's GPUs (rollout.tensor_parallel_size), and no more are "
+                "reserved for it: remove it; further GPUs of the pool get engines of their own"
+            )
+
+
+def _arguments(rollout: EngineConfig) -> dict[str, Any]:
+    """Return rollout.engine_kwargs by the names of Python; SGLang's may have hyphens."""
+    return {name.replace("-", "_"): value for name, value in rollout.engine_kwargs.items()}
+
+
 def sync_problems(config: EngineJob) -> Iterator[str]:
-    """Yield a message if the engine cannot receive weights, which each step of reinforcement learning changes."""
+    """Yield a message for each reason why the engine cannot receive weights, which each step of reinforcement learning
+    changes."""
+    arguments = _arguments(config.rollout)
+    for name in engine_spec(config).unsynced:
+        if arguments.get(name) not in (None, False):
+            yield (
+                f"rollout.engine_kwargs.{name}={arguments[name]}: each step sends the engines the policy's weights, "
+                "and hpc-rl sends none to engines with this argument: remove it (submit generate and eval can use it)"
+            )
     if not engine_spec(config).transfers:
         able = " or ".join(name for name, each in ENGINES.items() if each.transfers)
         yield (

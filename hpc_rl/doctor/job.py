@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -173,8 +174,9 @@ def read_findings(run: RunDir, trains: bool) -> Findings:
         return Findings(_without_reports(run))
     if not trains:
         return Findings(judge(reports))
-    training = training_checks(acceptance.read(acceptance.results_file(attempts[-1])))
-    text = report(reports, training, date.today().isoformat(), Path.home())
+    lines = acceptance.read(acceptance.results_file(attempts[-1]))
+    training = training_checks(lines)
+    text = report(reports, training, lines, date.today().isoformat(), Path.home(), os.environ.get("USER", ""))
     return Findings(judge(reports), training, text)
 
 

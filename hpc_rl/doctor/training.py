@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from hpc_rl.doctor.checks import Check, as_text, ok, problem, skipped
+from hpc_rl.errors import UserError
 from hpc_rl.host.acceptance import Line
 from hpc_rl.host.counted import counted
+from hpc_rl.host.files import write_atomically
+from hpc_rl.host.layouts import WITHOUT_CHECK, Covered
 from hpc_rl.host.machine import PACKAGES
 from hpc_rl.host.node_report import NodeReport
 
 NOT_RUN = "the job ended before this check"
+_FOLDERS = re.compile(r"(?<![\w.:/~])~?(?:/[\w.+@%-]+)+/(?=[\w.+@%-])")
+"""The folders of a path, without the name of the file."""
+_ADDRESS = re.compile(r"(?<![\w.])\d{1,3}(?:\.\d{1,3}){3}(?![\w.]*\d)")
+_KEY = re.compile(r"\b(?:hf_|sk-|ghp_|github_pat_)\w{8,}")
 
 
 def training_checks(lines: Sequence[Line]) -> list[Check]:
@@ -39,18 +47,67 @@ def summary(checks: Iterable[Check]) -> str:
     return ", ".join(f"{levels.count(level)} {level}" for level in dict.fromkeys(levels))
 
 
-def report(reports: Sequence[NodeReport], checks: Sequence[Check], date: str, home: Path) -> str:
-    """Return the result as plain text: versions and hardware, then one line for each check.
+def report(
+    reports: Sequence[NodeReport], checks: Sequence[Check], lines: Sequence[Line], date: str, home: Path, user: str
+) -> str:
+    """Return the result as plain text: versions and hardware, one line for each check, and the layouts.
 
-    The home folder is written as `~`, so that the text does not name its user.
+    It names no user, machine or folder; see `anonymous`.
 
     Args:
         reports: of the nodes of the job, at least one.
         checks: the training checks.
+        lines: their results.
         date: as it is shown, such as 2026-01-31.
     """
-    text = "\n".join([f"hpc-rl doctor --train, {date}: {summary(checks)}", *_versions(reports), as_text(checks)])
-    return text.replace(str(home), "~") if str(home) != "/" else text
+    text = "\n".join(
+        [f"hpc-rl doctor --train, {date}: {summary(checks)}", *_versions(reports), as_text(checks), *layouts(lines)]
+    )
+    return anonymous(text, [one.node for one in sorted(reports, key=lambda one: one.rank)], home, user)
+
+
+def layouts(lines: Sequence[Line]) -> list[str]:
+    """Return the layouts of processes and GPUs that the checks covered, and the others with a reason, a line each."""
+    passed = {layout for line in lines if line.state == "passed" for layout in line.covers}
+    planned = {layout: line.name for line in lines for layout in line.covers}
+    covered, others = ["covered:"], ["not covered:"]
+    for layout in Covered:
+        if layout in passed:
+            covered.append(f"  {layout}")
+        elif layout in planned:
+            others.append(f"  {layout}: the check {planned[layout]} did not pass")
+        else:
+            reason = "no check does this" if layout in WITHOUT_CHECK else "this job has other nodes or GPUs"
+            others.append(f"  {layout}: {reason}")
+    return [*(covered if len(covered) > 1 else ["covered: no layout"]), *others]
+
+
+def anonymous(text: str, nodes: Sequence[str], home: Path, user: str) -> str:
+    """Return a text without names of machines, the user and folders, addresses, and what looks like a key.
+
+    Args:
+        nodes: names of the nodes of the job, in their order, which become node0, node1 and so on.
+    """
+    text = text.replace(str(home), "~") if str(home) != "/" else text
+    text = _FOLDERS.sub("", text)
+    names = {one: f"node{number}" for number, name in enumerate(nodes) for one in (name, name.split(".")[0])}
+    for name, shown in [*names.items(), (user, "USER")]:
+        text = re.sub(rf"(?<![\w-]){re.escape(name)}(?![\w-])", shown, text) if name else text
+    return _KEY.sub("KEY", _ADDRESS.sub("ADDRESS", text))
+
+
+def write_page(report: str, run: Path) -> Path:
+    """Write the result for a bug report beside the run directory, which may be removed; return the path.
+
+    Raises:
+        UserError: it cannot be written.
+    """
+    page = run.with_name(f"{run.name}.md")
+    try:
+        write_atomically(page, f"```text\n{report}\n```\n")
+    except OSError as error:
+        raise UserError(f"the page for bug reports {page} cannot be written: {error.strerror}") from error
+    return page
 
 
 def _versions(reports: Sequence[NodeReport]) -> list[str]:
@@ -72,4 +129,5 @@ def _versions(reports: Sequence[NodeReport]) -> list[str]:
 def _hardware(report: NodeReport) -> str:
     gpus = " + ".join(f"{report.gpus.count(name)} x {name}" for name in dict.fromkeys(report.gpus)) or "no GPUs"
     driver = f", driver {report.gpu_driver}" if report.gpu_driver else ""
-    return f"{gpus}{driver}, {counted(report.cpus, 'CPU')}, {report.memory / 2**30:.0f} GiB memory"
+    links = f", links between GPUs: {report.gpu_links}" if report.gpu_links else ""
+    return f"{gpus}{driver}{links}, {counted(report.cpus, 'CPU')}, {report.memory / 2**30:.0f} GiB memory"

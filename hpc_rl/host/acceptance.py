@@ -41,6 +41,8 @@ class Line:
     """The setting that avoids the problem."""
     found: str = ""
     """What was measured, the reason why it was skipped, or the error."""
+    covers: tuple[str, ...] = ()
+    """The layouts that it covers if it passes, in words (`hpc_rl.host.layouts.Covered`)."""
     deadline_s: float = 0.0
     """Seconds after its start in which the check has to end."""
     seconds: float = 0.0
@@ -95,7 +97,8 @@ def _lines(path: Path) -> Iterator[Line]:
         return
     for number, row in enumerate(rows := text.splitlines(), start=1):
         try:
-            yield Line(**json.loads(row))
+            fields = json.loads(row)
+            yield Line(**{**fields, "covers": tuple(fields.get("covers", ()))})
         except (ValueError, TypeError):
             if number < len(rows):
                 raise

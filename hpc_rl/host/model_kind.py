@@ -29,6 +29,9 @@ _LIGER = (
     "smollm3",
 )
 """model_type of the dense models for which Liger has all three kernels; `make test-liger` compares each of them."""
+_KEY_HEADS = "key heads"
+VOCABULARY_BLOCK = 64
+"""vLLM pads a vocabulary to a multiple of it (DEFAULT_VOCAB_PADDING_SIZE in layers/vocab_parallel_embedding.py)."""
 _REMEDIES = {
     "reward.model": "set reward.weights to one number for each output, or leave it out if there is one",
     "model.path": "name one column in data.label_keys for each output, or start from the language model",
@@ -143,6 +146,53 @@ def refuse_unsplittable(key: str, path: str, settings: Mapping[str, Any], size: 
             "depends on the longest sample of a row and cannot be computed for a slice: use "
             "trainer.sequence_parallel=1, or another model"
         )
+
+
+def refuse_unsplittable_engine(key: str, path: str, settings: Mapping[str, Any], size: int) -> None:
+    """Raise UserError if vLLM cannot split a model over the GPUs of an engine.
+
+    Args:
+        key: the option that names `path`, for the error.
+        settings: of the model, as in its config.json.
+        size: rollout.tensor_parallel_size.
+    """
+    parts = dict(_parts_of_engine(_text_settings(settings)))
+    if odd := [f"{number:,} {name}" for name, number in parts.items() if not _splits(name, number, size)]:
+        sizes = range(1, max(size, 8) + 1)
+        fitting = [each for each in sizes if all(_splits(name, number, each) for name, number in parts.items())]
+        raise UserError(
+            f"rollout.tensor_parallel_size={size} does not divide the {' and the '.join(odd)} of {key} {path}: use one "
+            f"of {', '.join(map(str, fitting))}"
+        )
+
+
+def _parts_of_engine(settings: Mapping[str, Any]) -> Iterator[tuple[str, int]]:
+    """Yield what vLLM divides among the GPUs of an engine, with its number.
+
+    Sources: `verify_with_parallel_config` in vllm/config/model.py, and the assertions on tp_size in
+    vllm/model_executor: layers/linear.py, layers/vocab_parallel_embedding.py, layers/fused_moe/config.py.
+    """
+    names = {"query heads": "num_attention_heads"}
+    if "kv_lora_rank" not in settings:  # multi-head latent attention gives every GPU all keys
+        names[_KEY_HEADS] = "num_key_value_heads"
+    dense_layers = ("mlp_only_layers", "first_k_dense_replace")
+    has_dense = any(settings.get(key) for key in dense_layers) or settings.get("decoder_sparse_step", 1) != 1
+    if has_dense or "moe_intermediate_size" not in settings:
+        names["inner dimensions of an MLP"] = "intermediate_size"
+    names["inner dimensions of an expert"] = "moe_intermediate_size"
+    names["inner dimensions of the shared expert"] = "shared_expert_intermediate_size"
+    for name, key in names.items():
+        number = settings.get(key)
+        if isinstance(number, int) and number > 0:
+            yield name, number
+    vocabulary = settings.get("vocab_size")
+    if isinstance(vocabulary, int):
+        yield "padded rows of the vocabulary", -(-vocabulary // VOCABULARY_BLOCK) * VOCABULARY_BLOCK
+
+
+def _splits(name: str, number: int, size: int) -> bool:
+    """Return whether GPUs can share a part of a model. Key heads that are too few are copied."""
+    return number % size == 0 or (name == _KEY_HEADS and size % number == 0)
 
 
 def _rotated_part(settings: Mapping[str, Any]) -> float:

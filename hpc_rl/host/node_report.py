@@ -77,6 +77,8 @@ class NodeReport:
     """None if torch is missing."""
     ray: Trial | None = None
     """None if Ray is missing or has no token authentication."""
+    gpu_links: str = ""
+    """How pairs of its GPUs are connected, such as `28 x NV18`; empty if it is unknown."""
     sees_locks: bool | None = None
     """Whether this node sees a file lock of the first node in the run directory. None on the first node."""
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import resource
 import shutil
 import subprocess
@@ -56,6 +57,7 @@ def node_facts(allocation: Allocation, attempt_dir: Path, options: argparse.Name
         file_latency_s=file_latency_s(attempt_dir),
         gpu_driver=driver,
         gpus=gpus,
+        gpu_links=read_links(_smi("topo", "-m")),
         cpus=min([allocation.cpus, *cpu_quotas(groups)]),
         memory=min(memory_limits(groups, os.environ, allocation.cpus, Path("/proc"))),
         shm_total=shm.total,
@@ -91,12 +93,32 @@ def _ports_problem(first: int | None) -> str:
 
 def _gpus() -> tuple[str, list[str]]:
     """Return (driver version, names) of the GPUs that this task can see."""
-    try:
-        query = ["nvidia-smi", "--query-gpu=driver_version,name", "--format=csv,noheader"]
-        done = subprocess.run(query, capture_output=True, text=True, timeout=SMI_TIMEOUT_S, check=False)
-    except (FileNotFoundError, subprocess.TimeoutExpired):
+    if shutil.which("nvidia-smi") is None:
         return read_kfd(Path("/sys"))
-    return read_nvidia(done.stdout if done.returncode == 0 else "")
+    return read_nvidia(_smi("--query-gpu=driver_version,name", "--format=csv,noheader"))
+
+
+def _smi(*options: str) -> str:
+    """Return the output of nvidia-smi; empty if there is none, or if it fails."""
+    try:
+        done = subprocess.run(
+            ["nvidia-smi", *options], capture_output=True, text=True, timeout=SMI_TIMEOUT_S, check=False
+        )
+    except (FileNotFoundError, subprocess.TimeoutExpired):
+        return ""
+    return done.stdout if done.returncode == 0 else ""
+
+
+def read_links(text: str) -> str:
+    """Parse `nvidia-smi topo -m`: a row and a column for each GPU, in which each pair has the name of its link.
+
+    Returns:
+        the number of pairs with each kind of link, such as `28 x NV18`.
+    """
+    rows = [re.sub(r"\x1b\[\d*m", "", line).split() for line in text.splitlines()]
+    rows = [row for row in rows if row and re.fullmatch(r"GPU\d+", row[0]) and "X" in row]
+    kinds = [row[column + 1] for number, row in enumerate(rows) for column in range(number + 1, len(rows))]
+    return ", ".join(f"{kinds.count(kind)} x {kind}" for kind in dict.fromkeys(kinds))
 
 
 def read_nvidia(text: str) -> tuple[str, list[str]]:

@@ -14,7 +14,7 @@ from types import FrameType
 
 from hpc_rl.config.compose import dump
 from hpc_rl.errors import EXIT_STOPPED, UserError
-from hpc_rl.host.accelerators import visible_devices, visible_variable
+from hpc_rl.host.accelerators import find_accelerators, visible_devices, visible_variable
 from hpc_rl.host.files import write_atomically
 from hpc_rl.host.processes import adopt_orphans, end, end_descendants, shell_code, start
 from hpc_rl.host.ray_token import TOKEN
@@ -72,8 +72,17 @@ def check_local(job: Job) -> None:
     """Check that the job can run without Slurm.
 
     Raises:
-        UserError: its container runtime needs srun, or is not installed.
+        UserError: this machine has fewer GPUs, or its container runtime needs srun, or is not installed.
     """
+    trainer = job.config.trainer
+    kind, found = find_accelerators(os.environ)
+    asked = trainer.nnodes * trainer.n_gpus_per_node
+    if trainer.uses_gpus and 0 < found < asked:
+        raise UserError(
+            f"the job needs {asked} GPUs (trainer.nnodes {trainer.nnodes} x trainer.n_gpus_per_node "
+            f"{trainer.n_gpus_per_node}), and this shell may use {found} of this machine's "
+            f"({visible_variable(os.environ, kind)}): lower --gpus-per-node, or use a machine with more"
+        )
     settings = job.config.container
     if settings.image is None:
         return

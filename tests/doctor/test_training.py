@@ -10,9 +10,10 @@ import pytest
 
 from hpc_rl.doctor.checks import has_problem
 from hpc_rl.doctor.job import TRAIN_TIME, doctor_job, read_findings
-from hpc_rl.doctor.training import report, training_checks
+from hpc_rl.doctor.training import anonymous, layouts, report, training_checks, write_page
 from hpc_rl.errors import UserError
-from hpc_rl.host.acceptance import Line, append, results_file
+from hpc_rl.host.acceptance import Line, append, read, results_file
+from hpc_rl.host.layouts import Covered
 from hpc_rl.host.node_report import report_path
 from hpc_rl.run_dir import RunDir
 from hpc_rl.sites.profile import read as read_profile
@@ -41,13 +42,53 @@ def test_each_state_is_a_line() -> None:
 
 def test_the_report_begins_with_versions_and_hardware() -> None:
     checks = training_checks([PLANNED.ended("failed", f"no file in {HOME}/data")])
-    text = report([GOOD, replace(GOOD, node="node2", rank=1)], checks, "2026-01-31", HOME)
+    text = report([GOOD, replace(GOOD, node="node2", rank=1)], checks, [], "2026-01-31", HOME, "somebody")
     lines = text.splitlines()
     assert lines[0] == "hpc-rl doctor --train, 2026-01-31: 1 problem"
     assert lines[1].startswith("Python 3.11.7 on x86_64, hpc-rl 0.4, torch 2.13.0") and "CUDA 13.0" in lines[1]
     assert lines[2] == "2 nodes x 8 processes on cuda, interface ib0 of lo, eth0, ib0"
     assert lines[3] == "8 x NVIDIA H200, driver 580.95.05, 32 CPUs, 500 GiB memory"
-    assert lines[4].startswith("problem  packing  no file in ~/data. Meaning: ") and len(lines) == 5
+    assert lines[4].startswith("problem  packing  no file in ~/data. Meaning: ")
+    assert lines[5:7] == ["covered: no layout", "not covered:"] and len(lines) == 7 + len(Covered)
+    linked = replace(GOOD, gpu_links="28 x NV18")
+    text = report([linked], checks, [], "2026-01-31", HOME, "somebody")
+    assert "driver 580.95.05, links between GPUs: 28 x NV18, 32 CPUs" in text
+
+
+def test_the_report_names_the_layouts_that_were_covered_and_the_others() -> None:
+    covering = replace(PLANNED, name="sharding", covers=(Covered.SHARDED,))
+    other = replace(PLANNED, name="tensor parallel", covers=(Covered.IPC_TP2, Covered.SHARDED))
+    found = layouts([covering.ended("passed", "fine"), other.ended("failed", "no"), PLANNED.ended("passed", "fine")])
+    assert found[:3] == ["covered:", f"  {Covered.SHARDED}", "not covered:"] and len(found) == 2 + len(Covered)
+    assert f"  {Covered.IPC_TP2}: the check tensor parallel did not pass" in found
+    assert f"  {Covered.NCCL_3}: this job has other nodes or GPUs" in found
+    assert f"  {Covered.STALE}: no check does this" in found
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("no file /scratch/somebody/run/a.json in ~/x", "no file a.json in ~/x"),
+        ("File /opt/lib/python3.11/site-packages/vllm/engine.py, line 3", "File engine.py, line 3"),
+        ("~/runs/doctor-1/log of node1", "log of node0"),
+        ("gpu07 cannot reach gpu07.cluster.example.org at 10.1.2.3:2345", "node1 cannot reach node1 at ADDRESS:2345"),
+        ("gpu070 is no node of the job, and node-1 neither", "gpu070 is no node of the job, and node-1 neither"),
+        ("user somebody has no quota", "user USER has no quota"),
+        ("token hf_abcdefghijklmnop is refused", "token KEY is refused"),
+        ("3.2 GB/s, driver 580.95.05, vllm 0.32.0", "3.2 GB/s, driver 580.95.05, vllm 0.32.0"),
+        ("see https://github.com/pytorch/pytorch/issues/1", "see https://github.com/pytorch/pytorch/issues/1"),
+    ],
+)
+def test_the_page_names_no_person_machine_or_folder(text: str, shown: str) -> None:
+    assert anonymous(text, ["node1", "gpu07.cluster.example.org"], HOME, "somebody") == shown
+
+
+def test_the_page_is_beside_the_run_which_may_be_removed(tmp_path: Path) -> None:
+    page = write_page("1 ok\nok  packing", tmp_path / "doctor-1")
+    assert page == tmp_path / "doctor-1.md" and page.read_text() == "```text\n1 ok\nok  packing\n```\n"
+    (tmp_path / "file").touch()
+    with pytest.raises(UserError, match=r"file/doctor-1\.md cannot be written"):
+        write_page("1 ok", tmp_path / "file" / "doctor-1")
 
 
 def test_a_job_that_was_cut_off_has_a_complete_report(tmp_path: Path) -> None:
@@ -108,3 +149,9 @@ def test_train_needs_nodes(tmp_path: Path) -> None:
 def test_results_are_plain_json(tmp_path: Path) -> None:
     append(tmp_path / "results.jsonl", [PLANNED.ended("passed", "two\nlines  here")])
     assert json.loads((tmp_path / "results.jsonl").read_text())["found"] == "two lines here"
+
+
+def test_layouts_come_back_from_the_results(tmp_path: Path) -> None:
+    line = replace(PLANNED, covers=(str(Covered.SHARDED),))
+    append(tmp_path / "results.jsonl", [line])
+    assert read(tmp_path / "results.jsonl") == [line]

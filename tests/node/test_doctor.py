@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from hpc_rl.host.node_report import NodeReport, Trial, report_path
-from hpc_rl.node.doctor_facts import read_kfd, read_nvidia
+from hpc_rl.node.doctor_facts import read_kfd, read_links, read_nvidia
 from hpc_rl.node.doctor_trials import last_words
 
 ROOT = Path(__file__).parents[2]
@@ -77,6 +77,23 @@ def test_gpus_as_the_drivers_list_them(tmp_path: Path) -> None:
         (folder / "properties").write_text(f"cpu_cores_count 8\nsimd_count {units}\ngfx_target_version 90402\n")
     assert read_kfd(tmp_path) == ("amdgpu", ["gfx 90402"])
     assert read_kfd(tmp_path / "none") == ("", [])
+
+
+TOPOLOGY = """\
+\t\x1b[4mGPU0\tGPU1\tGPU2\tNIC0\tCPU Affinity\tNUMA Affinity\x1b[0m
+GPU0\t X \tNV18\tPHB\tPIX\t0-31\t0
+GPU1\tNV18\t X \tNV18\tSYS\t0-31\t0
+GPU2\tPHB\tNV18\t X \tSYS\t0-31\t0
+NIC0\tPIX\tSYS\tSYS\t X
+
+Legend:
+  X    = Self
+"""
+
+
+def test_the_links_between_gpus_are_counted() -> None:
+    assert read_links(TOPOLOGY) == "2 x NV18, 1 x PHB"
+    assert read_links("\tGPU0\nGPU0\t X \n") == read_links("") == ""
 
 
 @pytest.mark.parametrize(

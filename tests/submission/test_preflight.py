@@ -221,6 +221,10 @@ def test_engines_on_the_policys_gpus_need_memory_that_they_can_read(monkeypatch:
     check_ppo(**on_gpus, rollout__name="hf")
     apart = {"spec": {"train": [1], "roll": [1]}, "roles": {"rollout": "roll"}}
     check_ppo(**on_gpus, trainer__n_gpus_per_node=2, pools=apart)
+    monkeypatch.delenv("PYTORCH_ALLOC_CONF")
+    with refused:
+        check_ppo(**on_gpus, slurm__setup=["module load cuda", "export PYTORCH_ALLOC_CONF='expandable_segments:True'"])
+    check_ppo(**on_gpus, slurm__env=on, model__lora__rank=8, rollout={"name": "vllm", "merge_lora": False})
 
 
 @pytest.mark.parametrize(("kind", "gpu_type", "gpus", "is_refused"), [
@@ -229,12 +233,27 @@ def test_engines_on_the_policys_gpus_need_memory_that_they_can_read(monkeypatch:
     ("torchrun", "a100_1g.5gb", 1, False),
     ("torchrun", "h100_80gb", 2, False),
     ("ray", "a100_1g.5gb", 2, False),
+    ("ppo", "a100_1g.5gb", 2, True),
+    ("ppo", "a100_1g.5gb", 1, False),
+    ("ppo apart", "a100_1g.5gb", 2, True),
+    ("ppo apart on the host", "a100_1g.5gb", 2, False),
+    ("generate", "a100_1g.5gb", 2, False),
+    ("generate TP", "a100_1g.5gb", 2, True),
 ])  # fmt: skip
 def test_slices_of_gpus_do_not_train_together(kind: str, gpu_type: str, gpus: int, is_refused: bool) -> None:
-    config = compose(kind, [], {"slurm.gpu_type": gpu_type, "trainer.n_gpus_per_node": gpus})
+    options: dict[str, Any] = {"slurm.gpu_type": gpu_type, "trainer.n_gpus_per_node": gpus, "trainer.device": "cuda"}
+    kind, *where = kind.split(" ", 1)
+    if kind == "ppo":
+        options |= {"model.path": "m", "data.train_files": ["f"], "reward.function": "exact"}
+    elif kind == "generate":
+        options |= {"model.path": "m", "data.files": ["f"], "rollout.tensor_parallel_size": 2 if where else 1}
+    if kind == "ppo" and where:
+        options |= {"pools": {"spec": {"train": [1], "roll": [1]}, "roles": {"rollout": "roll"}}}
+        options |= {"rollout.name": "hf" if "host" in where[0] else "vllm"}
+    config = compose(kind, [], options)
     questions = list(checks.gpus(Job(kind, config, RunDir(Path("run").absolute()), Path.cwd(), ("x.py",))))
     if is_refused:
-        with pytest.raises(UserError, match=f"{gpu_type} is a slice of a GPU .MIG., and the job has {gpus} processes"):
+        with pytest.raises(UserError, match=f"{gpu_type} is a slice of a GPU .MIG., and {gpus} processes of a node"):
             questions[0].check(*questions[0].arguments)
     else:
         assert [one.check(*one.arguments) for one in questions] in ([], [None])

@@ -13,7 +13,7 @@ import re
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -25,9 +25,10 @@ from hpc_rl.config.ppo import PpoConfig
 from hpc_rl.config.rollout import engine_dtype
 from hpc_rl.errors import RunError, UserError
 from hpc_rl.host.files import read_json
-from hpc_rl.probes.acceptance.bench import Bench, Failed, Skip
+from hpc_rl.probes.acceptance.bench import Bench, Failed, Layout, Skip
 from hpc_rl.probes.acceptance.models import LARGE
 from hpc_rl.probes.acceptance.placements import Placing, placings
+from hpc_rl.probes.acceptance.table import compiled_of, parallel_of, placing_of
 from hpc_rl.probes.acceptance.training import speed_text
 from hpc_rl.rl import setup, trainer
 from hpc_rl.rl.cluster import driver_log, run_driver
@@ -52,28 +53,38 @@ SPEED_STEPS = 3
 
 def log_probabilities(bench: Bench, engine: str) -> str:
     """Compare the log-probabilities of an engine with the trainer's, before any update."""
-    placing = next(one for one in placings(bench.layout.device) if one.engine == engine)
+    placing = next(one for one in placings(bench.layout) if one.engine == engine)
     return before_update(_run(bench, placing))
 
 
 def weight_transfer(bench: Bench, name: str) -> str:
     """Compare the log-probabilities of an engine with the trainer's after an update of the weights."""
-    return after_update(_run(bench, Placing.of_name(name, bench.layout.device)))
+    return after_update(_run(bench, placing_of(bench.layout, name)))
 
 
 def sleep_and_wake(bench: Bench, _variant: str) -> str:
     """Compare the memory that is used on the first GPU while vllm is awake, asleep, and awake again."""
-    placing = next(one for one in placings(bench.layout.device) if one.engine == "vllm" and one.shared)
+    placing = next(one for one in placings(bench.layout) if one.engine == "vllm" and one.shared)
     return released(_run(bench, placing))
 
 
-def tensor_parallel(bench: Bench, _variant: str) -> str:
-    """Compare the log-probabilities of vllm on 2 devices with the trainer's, before and after an update."""
-    if bench.layout.processes % 2:
-        raise Skip(f"needs an even number of processes per node, not {bench.layout.processes}")
-    placing = next(one for one in placings(bench.layout.device) if one.engine == "vllm" and one.shared)
-    found = _measured(bench, "tensor-parallel", {**placing.settings(bench.layout), "rollout.tensor_parallel_size": 2})
-    return f"{before_update(found)}; {after_update(found)}"
+def tensor_parallel(bench: Bench, variant: str) -> str:
+    """Compare the log-probabilities of vllm on several devices with the trainer's, before and after an update."""
+    return _both(_measured(bench, f"tensor-parallel-{_file_name(variant)}", _settings(bench, parallel_of, variant)))
+
+
+def compiled(bench: Bench, variant: str) -> str:
+    """Compare the log-probabilities of compiled engines with the trainer's. The second start loads what the first one
+    has compiled, and every engine what the others have."""
+    settings = {**_settings(bench, compiled_of, variant), "rollout.engine_kwargs": {"enforce_eager": False}}
+    words = []
+    for start in ("first", "second"):
+        found = _measured(bench, f"compiled-{_file_name(variant)}-{start}", settings)
+        try:
+            words.append(f"{start} start in {found['start_s']:.0f} s: {_both(found)}")
+        except Failed as error:
+            raise Failed(f"{start} start: {error}") from error
+    return "; ".join(words)
 
 
 def speed(bench: Bench, _variant: str) -> str:
@@ -87,6 +98,17 @@ def speed(bench: Bench, _variant: str) -> str:
     seconds = {name: found[f"timing_s/{name}"] for name in ("gen", "update_actor", "update_weights")}
     phases = ", ".join(f"{name} {value:.1f} s" for name, value in seconds.items())
     return f"{speed_text(found, 'perf/mfu/actor', bench.layout.size)}; {phases} of {found['perf/time_per_step']:.1f} s"
+
+
+def _settings(bench: Bench, find: Callable[[Layout, str], Placing | None], variant: str) -> dict[str, Any]:
+    """Return the configuration keys of a variant, which applies to the layout."""
+    placing = find(bench.layout, variant)
+    assert placing is not None
+    return placing.settings(bench.layout)
+
+
+def _both(found: Mapping[str, Any]) -> str:
+    return f"{before_update(found)}; {after_update(found)}"
 
 
 def before_update(found: Mapping[str, Any]) -> str:
@@ -136,12 +158,13 @@ class AgreementRunner:
     def run(self, config: PpoConfig, run: RunDir, logs: Path) -> int:
         """See `hpc_rl.rl.cluster.Runner`."""
         visible = read_json(run.path / VISIBLE)
-        start = used_memory(visible, config)
+        start, began = used_memory(visible, config), time.monotonic()
         with _set_up(config, run, logs) as state:
+            start_s = time.monotonic() - began
             found = {**agreement(state, visible), "dtype": engine_dtype(config.rollout, config.trainer.computes_on)}
         if start is not None:
             found["memory"]["start"] = start
-        (run.path / FOUND).write_text(json.dumps(found))
+        (run.path / FOUND).write_text(json.dumps({**found, "start_s": start_s}))
         return 0
 
 
@@ -244,8 +267,7 @@ def _run(bench: Bench, placing: Placing) -> dict[str, Any]:
     """Return the measurements of a placement, from an earlier check if there was one."""
     if placing.name not in bench.memory:
         try:
-            name = re.sub(r"\W+", "-", placing.name)
-            bench.memory[placing.name] = _measured(bench, name, placing.settings(bench.layout))
+            bench.memory[placing.name] = _measured(bench, _file_name(placing.name), placing.settings(bench.layout))
         except (UserError, RayError) as error:
             bench.memory[placing.name] = error
             raise
@@ -254,6 +276,10 @@ def _run(bench: Bench, placing: Placing) -> dict[str, Any]:
         raise Skip("the run that measures this failed in an earlier check") from found
     result: dict[str, Any] = found
     return result
+
+
+def _file_name(words: str) -> str:
+    return re.sub(r"\W+", "-", words)
 
 
 def _measured(bench: Bench, name: str, settings: Mapping[str, Any]) -> dict[str, Any]:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from hpc_rl.config.engines import ENGINES
+from hpc_rl.host.layouts import Covered, Sending, covered_by
 from hpc_rl.probes.acceptance.bench import Layout
 
 IN_PROCESS = "in the trainer's process"
@@ -13,52 +14,93 @@ IN_PROCESS = "in the trainer's process"
 
 @dataclass(frozen=True)
 class Placing:
-    """Where an engine runs, and how its weights arrive."""
+    """Where the engines of a run are, and how their weights arrive."""
 
     SAME: ClassVar[str] = "same devices"
     OTHER: ClassVar[str] = "other devices"
 
     engine: str
-    shared: bool
-    """Whether it uses the devices of the trainer."""
     transfer: str
+    trainers: tuple[int, ...]
+    """Trainer ranks on each node."""
+    engines: tuple[int, ...] | None = None
+    """Devices of the engines on each node; None: the trainer's. Empty if the layout has none left for them."""
+    parallel: int = 1
+    """Devices of an engine."""
+
+    @property
+    def shared(self) -> bool:
+        """Whether engines use the devices of the trainer."""
+        return self.engines is None
 
     @property
     def name(self) -> str:
-        return f"{self.engine}, {self.SAME if self.shared else self.OTHER}, {self.transfer}"
-
-    @classmethod
-    def of_name(cls, name: str, device: str) -> Placing:
-        """Return the placement with this name."""
-        return next(placing for placing in placings(device) if placing.name == name)
+        """The placement in words, with the numbers of a node where trainer and engines divide its devices."""
+        if not self.engines:
+            return f"{self.engine}, {self.SAME if self.shared else self.OTHER}, {self.transfer}"
+        alone = self.trainers[0] == self.engines[0] == 1
+        counts = (sum(self.trainers), sum(self.engines)) if alone else (self.trainers[0], self.engines[0])
+        return f"{self.engine}, {self.OTHER}, {self.transfer}, {counts[0]} + {counts[1]}"
 
     def settings(self, layout: Layout) -> dict[str, Any]:
         """Return the configuration keys of the placement, which the layout must allow."""
-        settings: dict[str, Any] = {"rollout.name": self.engine}
-        if not self.shared:
-            settings |= {"pools.spec": splits(layout), "pools.roles": {"rollout": "engines"}}
+        settings: dict[str, Any] = {"rollout.name": self.engine, "rollout.tensor_parallel_size": self.parallel}
+        if self.engines:
+            spec = {"trainer": list(self.trainers), "engines": list(self.engines)}
+            settings |= {"pools.spec": spec, "pools.roles": {"rollout": "engines"}}
         if layout.uses_gpus:
             settings |= {"rollout.engine_kwargs": {"enforce_eager": True} if self.engine == "vllm" else {}}
         return settings
 
+    def covers(self) -> list[Covered]:
+        """Return the layouts that a run with this placement covers."""
+        devices = self.trainers if self.engines is None else self.engines
+        if not devices:
+            return []
+        trainers, engines = sum(self.trainers), devices[0] // self.parallel
+        sending = Sending(self.transfer, trainers, engines, self.parallel, len(devices), self.shared)
+        return covered_by(sending)
 
-def placings(device: str) -> list[Placing]:
-    """Return the placements on a device, one for each way in which an engine can receive its weights."""
-    found: dict[tuple[str, str], Placing] = {}
+
+def placings(layout: Layout) -> list[Placing]:
+    """Return the placements in a layout, one for each way in which an engine can receive its weights, and for each
+    division of the devices between trainer and engines by which vLLM's own transfers differ."""
+    found: dict[tuple[str, str], list[Placing]] = {}
+    device, every = layout.device, (layout.processes,) * layout.nodes
     for name, spec in ENGINES.items():
-        for shared in (True, False) if device in spec.dtypes and spec.transfers else ():
-            transfer = IN_PROCESS if shared and spec.in_process else _transfer(spec.transfers, device, shared)
-            found.setdefault((name, transfer), Placing(name, shared, transfer))
-    return list(found.values())
+        if device not in spec.dtypes or not spec.transfers:
+            continue
+        shared = IN_PROCESS if spec.in_process else _transfer(spec.transfers, device, True)
+        found[name, shared] = [Placing(name, shared, every)]
+        apart = _transfer(spec.transfers, device, False)
+        divided = splits(layout) if apart != "host" else splits(layout)[:1]
+        found.setdefault((name, apart), [Placing(name, apart, *one) for one in divided])
+    return [placing for each in found.values() for placing in each]
 
 
-def splits(layout: Layout) -> dict[str, list[int]] | None:
-    """Return pools with separate devices for trainer and engines, or None if there is only one device."""
-    if layout.processes > 1:
-        return {"trainer": [layout.processes - 1] * layout.nodes, "engines": [1] * layout.nodes}
-    if layout.nodes > 1:
-        return {"trainer": [1] * (layout.nodes - 1), "engines": [1]}
-    return None
+def splits(layout: Layout) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
+    """Return the divisions of the devices of each node: one engine beside all other ranks, then as many engines as
+    ranks. With one device on each node, trainer and engines have nodes of their own. The engines of a single device
+    have none."""
+    nodes, processes = layout.nodes, layout.processes
+    if processes > 1:
+        counts = [1, processes // 2] if processes > 3 else [1]
+        return [((processes - count,) * nodes, (count,) * nodes) for count in counts]
+    return [((1,) * (nodes - 1), (1,))] if nodes > 1 else [((1,), ())]
+
+
+def parallel_placing(layout: Layout, size: int, shared: bool) -> Placing | None:
+    """Return the placement of vLLM's engines with tensor parallelism of this size; None if a node is too small.
+
+    Args:
+        shared: whether they use the devices of the trainer. Otherwise they get half of a node's if that is enough.
+    """
+    nodes, processes = layout.nodes, layout.processes
+    transfer = _transfer(ENGINES["vllm"].transfers, layout.device, shared)
+    if shared:
+        return None if processes % size else Placing("vllm", transfer, (processes,) * nodes, None, size)
+    own = max(size, processes // 2 // size * size)
+    return None if own >= processes else Placing("vllm", transfer, (processes - own,) * nodes, (own,) * nodes, size)
 
 
 def _transfer(supported: tuple[str, ...], device: str, shared: bool) -> str:

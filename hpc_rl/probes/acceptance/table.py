@@ -8,15 +8,16 @@ are wrong and `Skip` if it finds out that it does not apply. Any other error is 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import get_args
 
 from hpc_rl.config.engines import ENGINES
 from hpc_rl.config.training import TrainingConfig
 from hpc_rl.host.acceptance import Launcher, Line
+from hpc_rl.host.layouts import Covered
 from hpc_rl.probes.acceptance.bench import Layout
 from hpc_rl.probes.acceptance.network import BETWEEN, WITHIN
-from hpc_rl.probes.acceptance.placements import Placing, placings, splits
+from hpc_rl.probes.acceptance.placements import Placing, parallel_placing, placings
 
 Need = Callable[[Layout, str], str | None]
 """From the layout and the variant to the reason why the check does not apply, or None."""
@@ -39,6 +40,8 @@ class Case:
     variants: Callable[[Layout], Sequence[str]] = lambda _layout: ("",)
     """One line of the report for each."""
     needs: tuple[Need, ...] = ()
+    covers: Callable[[Layout, str], Sequence[Covered]] = lambda _layout, _variant: ()
+    """From the layout and the variant, if the check applies, to what it covers."""
     after: Callable[[str], str] = lambda _variant: MODELS
     """From the variant to the check that must have passed."""
     deadline_s: float = 180
@@ -88,16 +91,74 @@ def engine(layout: Layout, variant: str) -> str | None:
     return f"not installed: {package}" if package and package not in layout.packages else None
 
 
+def placing_of(layout: Layout, variant: str) -> Placing:
+    """Return the placement with this name."""
+    return next(placing for placing in placings(layout) if placing.name == variant)
+
+
 def engine_of_placing(layout: Layout, variant: str) -> str | None:
-    placing = Placing.of_name(variant, layout.device)
-    if not placing.shared and splits(layout) is None:
+    placing = placing_of(layout, variant)
+    if placing.engines == ():
         return "needs 2 processes, one for the trainer and one for the engine"
     return engine(layout, placing.engine)
 
 
 def engines(layout: Layout) -> Sequence[str]:
     """Return the engines that support the device."""
-    return list(dict.fromkeys(placing.engine for placing in placings(layout.device)))
+    return list(dict.fromkeys(placing.engine for placing in placings(layout)))
+
+
+def parallel_variants(_layout: Layout) -> Sequence[str]:
+    """Return the sizes of tensor parallelism, each with the place of the engines."""
+    return [f"{size}, {where}" for where in (Placing.SAME, Placing.OTHER) for size in (2, 4)]
+
+
+def parallel_of(layout: Layout, variant: str) -> Placing | None:
+    """Return the placement of a variant of tensor parallelism; None if a node is too small."""
+    size, where = variant.split(", ")
+    return parallel_placing(layout, int(size), where == Placing.SAME)
+
+
+def enough_for_parallel(layout: Layout, variant: str) -> str | None:
+    size, where = variant.split(", ")
+    needed = f"a multiple of {size}" if where == Placing.SAME else f"more than {size}"
+    return None if parallel_of(layout, variant) else f"needs {needed} processes on a node, not {layout.processes}"
+
+
+def compiled_of(layout: Layout, variant: str) -> Placing | None:
+    """Return the placement of compiled engines: on all devices, at least 2 on a node with tensor parallelism."""
+    size = int(variant.removeprefix(TENSOR_PARALLEL))
+    return parallel_placing(layout, size, shared=True) if size == 1 or layout.processes >= 2 * size else None
+
+
+def enough_for_compiled(layout: Layout, variant: str) -> str | None:
+    return None if compiled_of(layout, variant) else f"needs 4 processes on a node, not {layout.processes}"
+
+
+def divides_a_node(layout: Layout, variant: str) -> str | None:
+    return f"needs a multiple of {variant} processes on a node" if layout.processes % int(variant) else None
+
+
+def covers_sharding(layout: Layout, mode: str) -> Sequence[Covered]:
+    if layout.processes == 1 or mode not in ("full", "hybrid"):
+        return ()
+    if mode == "full":
+        return [Covered.SHARDED]
+    return [name for name, least in ((Covered.HYBRID, 2), (Covered.MANY_NODES, 3)) if layout.nodes >= least]
+
+
+def covers_compiled(layout: Layout, variant: str) -> Sequence[Covered]:
+    placing = compiled_of(layout, variant)
+    assert placing is not None
+    if layout.processes // placing.parallel < 2:
+        return ()
+    return [Covered.COMPILED_2 if placing.parallel == 1 else Covered.COMPILED_TP2_2]
+
+
+def covers_parallel(layout: Layout, variant: str) -> Sequence[Covered]:
+    placing = parallel_of(layout, variant)
+    assert placing is not None
+    return placing.covers()
 
 
 def _after_placing(variant: str) -> str:
@@ -105,6 +166,7 @@ def _after_placing(variant: str) -> str:
     return f"log-probabilities ({engine_name})" if where == Placing.SAME else MODELS
 
 
+TENSOR_PARALLEL = "tensor parallel "
 _NUMBERS = "training gives wrong results with this setting"
 _REPORT = "report it with this text"
 
@@ -119,6 +181,16 @@ CHECKS: tuple[Case, ...] = (
         deadline_s=600,
     ),
     Case(
+        name="bandwidth",
+        function="network:bandwidth",
+        launcher="torchrun",
+        meaning="the processes cannot exchange tensors over this part of the network",
+        setting="slurm.interface; slurm.env.NCCL_IB_DISABLE=1 or slurm.env.NCCL_P2P_DISABLE=1 shows which part fails",
+        variants=lambda _layout: (WITHIN, BETWEEN),
+        needs=(for_where,),
+        after=lambda _variant: "",
+    ),
+    Case(
         name="attention kernels",
         function="attention:kernels",
         launcher="torchrun",
@@ -131,6 +203,7 @@ CHECKS: tuple[Case, ...] = (
         launcher="torchrun",
         meaning="a training step on these devices differs from float32 on a CPU by more than rounding explains",
         setting="another version of torch or of the driver",
+        covers=lambda layout, _: [Covered.ONE_RANK] if layout.size == 1 else (),
     ),
     Case(
         name="packing",
@@ -154,6 +227,17 @@ CHECKS: tuple[Case, ...] = (
         setting="trainer.sharding, with a value that passed",
         variants=modes,
         needs=(several,),
+        covers=covers_sharding,
+    ),
+    Case(
+        name="sequence parallel",
+        function="training:sequence_parallel",
+        launcher="torchrun",
+        meaning="ranks of a node that compute a row together get wrong results",
+        setting="trainer.sequence_parallel=1",
+        variants=lambda _layout: ("2", "4"),
+        needs=(divides_a_node,),
+        covers=lambda _, variant: [Covered.SEQUENCE_2 if variant == "2" else Covered.SEQUENCE_4],
     ),
     Case(
         name="compile",
@@ -170,6 +254,7 @@ CHECKS: tuple[Case, ...] = (
         launcher="torchrun",
         meaning="a run cannot resume from its checkpoint as if it had not stopped",
         setting="--run-dir on another shared file system",
+        covers=lambda layout, _: [Covered.RESUMED] if layout.size > 1 else (),
     ),
     Case(
         name="speed of SFT",
@@ -189,16 +274,6 @@ CHECKS: tuple[Case, ...] = (
         needs=(gpus, liger),
     ),
     Case(
-        name="bandwidth",
-        function="network:bandwidth",
-        launcher="torchrun",
-        meaning="the processes cannot exchange tensors over this part of the network",
-        setting="slurm.interface; slurm.env.NCCL_IB_DISABLE=1 or slurm.env.NCCL_P2P_DISABLE=1 shows which part fails",
-        variants=lambda _layout: (WITHIN, BETWEEN),
-        needs=(for_where,),
-        after=lambda _variant: "",
-    ),
-    Case(
         name="log-probabilities",
         function="generation:log_probabilities",
         launcher="ray",
@@ -214,8 +289,9 @@ CHECKS: tuple[Case, ...] = (
         launcher="ray",
         meaning="the rollout engine does not receive the weights of the trainer",
         setting="pools.spec and rollout.name, with a placement that passed",
-        variants=lambda layout: [placing.name for placing in placings(layout.device)],
+        variants=lambda layout: [placing.name for placing in placings(layout)],
         needs=(ray, engine_of_placing),
+        covers=lambda layout, variant: placing_of(layout, variant).covers(),
         after=_after_placing,
         deadline_s=900,
     ),
@@ -230,13 +306,27 @@ CHECKS: tuple[Case, ...] = (
         deadline_s=900,
     ),
     Case(
-        name="tensor parallel 2",
+        name="tensor parallel",
         function="generation:tensor_parallel",
         launcher="ray",
-        meaning="vllm cannot split a model over 2 GPUs, or computes other probabilities then",
+        meaning="vllm cannot split a model over several GPUs, or computes other probabilities then",
         setting="rollout.tensor_parallel_size=1; slurm.env.NCCL_P2P_DISABLE=1 if vllm stops at its start",
-        needs=(ray, vllm, two_on_a_node),
+        variants=parallel_variants,
+        needs=(ray, vllm, enough_for_parallel),
+        covers=covers_parallel,
         deadline_s=900,
+    ),
+    Case(
+        name="compiled engines",
+        function="generation:compiled",
+        launcher="ray",
+        meaning="vllm cannot compile the model, or what it has compiled does not run on the GPUs of another engine",
+        setting="rollout.engine_kwargs.enforce_eager=true",
+        variants=lambda _layout: [f"{TENSOR_PARALLEL}{size}" for size in (1, 2)],
+        needs=(gpus, ray, vllm, enough_for_compiled),
+        covers=covers_compiled,
+        after=lambda _variant: "log-probabilities (vllm)",
+        deadline_s=1800,
     ),
     Case(
         name="speed of PPO",
@@ -258,6 +348,8 @@ class Row:
     variant: str
     reason: str | None
     """Why it does not apply to the layout; None if it does."""
+    covers: Sequence[Covered] = ()
+    """The layouts that it covers."""
 
     @property
     def name(self) -> str:
@@ -272,7 +364,9 @@ class Row:
         """Return the line that plans it; a check that does not apply is skipped at once."""
         case = self.case
         planned = Line(self.name, case.launcher, "planned", case.meaning, case.setting, deadline_s=case.deadline_s)
-        return planned if self.reason is None else planned.ended("skipped", self.reason)
+        if self.reason is not None:
+            return planned.ended("skipped", self.reason)
+        return replace(planned, covers=tuple(map(str, self.covers)))
 
 
 def rows(layout: Layout, checks: Sequence[Case] = CHECKS) -> list[Row]:
@@ -280,6 +374,6 @@ def rows(layout: Layout, checks: Sequence[Case] = CHECKS) -> list[Row]:
     found = []
     for case in checks:
         for variant in case.variants(layout):
-            reasons = (need(layout, variant) for need in case.needs)
-            found.append(Row(case, variant, next((reason for reason in reasons if reason), None)))
+            reason = next((reason for need in case.needs if (reason := need(layout, variant))), None)
+            found.append(Row(case, variant, reason, () if reason else case.covers(layout, variant)))
     return found

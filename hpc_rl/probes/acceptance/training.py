@@ -68,6 +68,13 @@ def sharding(bench: Bench, world: World, mode: str) -> str:
     return _compared(bench, world, f"sharding-{mode}", {"trainer.sharding": mode})
 
 
+def sequence_parallel(bench: Bench, world: World, size: str) -> str:
+    """Compare ranks that compute rows together with the reference, which has the same rows."""
+    micro_tokens = bench.sft().trainer.micro_tokens // int(size)
+    changes = {"trainer.sequence_parallel": int(size), "trainer.micro_tokens": micro_tokens}
+    return _compared(bench, world, f"sequence-parallel-{size}", changes)
+
+
 def compiled(bench: Bench, world: World, _variant: str) -> str:
     """Compare compiled layers with the reference."""
     return _compared(bench, world, "compiled", {"model.use_torch_compile": True})

@@ -17,7 +17,6 @@ from hpc_rl.config.base import MAX_NAME_BYTES, MAX_PATH_BYTES
 from hpc_rl.config.distill import DistillConfig
 from hpc_rl.config.finetune import FinetuneConfig
 from hpc_rl.config.generate import GenerateConfig
-from hpc_rl.config.pools import pool_of
 from hpc_rl.config.ppo import PpoConfig
 from hpc_rl.config.preferences import DpoConfig, RmConfig
 from hpc_rl.config.ray import RayJobConfig
@@ -29,7 +28,6 @@ from hpc_rl.data.selection import check_scored
 from hpc_rl.environments.loading import ENVIRONMENT, TOOLS, check_name
 from hpc_rl.errors import UserError
 from hpc_rl.host.disk import refuse_unwritable, space_of
-from hpc_rl.host.environment import refuse_expandable_segments
 from hpc_rl.host.locks import REMEDY, local_by_mount
 from hpc_rl.host.ray_version import check_ray, installed_ray
 from hpc_rl.images.run_options import image_preflight
@@ -37,10 +35,16 @@ from hpc_rl.plan.memory import models_of
 from hpc_rl.rewards.check import check_function, check_url
 from hpc_rl.run_dir import RunDir
 from hpc_rl.submission.after import is_coming
-from hpc_rl.submission.environment import job_environment
 from hpc_rl.submission.hub import hub_cache
 from hpc_rl.submission.job import Job
 from hpc_rl.submission.preflight.data import check_train_data, check_val_data
+from hpc_rl.submission.preflight.gpus import (
+    allocator_variables,
+    check_allocator,
+    check_slices,
+    connected_gpus,
+    sends_by,
+)
 from hpc_rl.submission.preflight.model import (
     check_adapters,
     check_chat_template,
@@ -52,6 +56,7 @@ from hpc_rl.submission.preflight.model import (
     check_same_special_tokens,
     check_same_vocabulary,
     check_sequence_parallel,
+    check_tensor_parallel,
     check_uncapped_logits,
 )
 from hpc_rl.submission.preflight.partition import ask_of, check_partition
@@ -136,13 +141,10 @@ def image(job: Job) -> Iterator[Question]:
 def gpus(job: Job) -> Iterator[Question]:
     """Ask whether the GPUs can work together as the job needs it."""
     config = job.config
-    if job.row.name != "ray" and config.trainer.n_gpus_per_node > 1 and config.slurm.gpu_type is not None:
-        yield Question(check_slices, (config.slurm.gpu_type, config.trainer.n_gpus_per_node))
-    if isinstance(config, PpoConfig) and config.trainer.computes_on == "cuda":
-        shared = pool_of(config, "rollout") == pool_of(config, "actor")
-        if shared and "ipc" in engine_spec(config).transfers:
-            environ = {**os.environ, **job_environment(config)}
-            yield Question(check_allocator, tuple(item for item in environ.items() if item[0].startswith("PYTORCH_")))
+    if config.slurm.gpu_type is not None and (connected := connected_gpus(config)) > 1:
+        yield Question(check_slices, (config.slurm.gpu_type, connected))
+    if isinstance(config, PpoConfig) and sends_by(config, "ipc"):
+        yield Question(check_allocator, allocator_variables(config))
 
 
 def packages(job: Job) -> Iterator[Question]:
@@ -187,6 +189,8 @@ def model(job: Job) -> Iterator[Question]:
         yield Question(check_is_language_model, ("model.path", config.model.path, cache))
     if not isinstance(config, GenerateConfig) and (size := config.trainer.sequence_parallel) > 1:
         yield from (Question(check_sequence_parallel, (*one, size, cache)) for one in models_of(config).items())
+    if isinstance(config, PpoConfig | GenerateConfig) and (size := config.rollout.tensor_parallel_size) > 1:
+        yield Question(check_tensor_parallel, ("model.path", config.model.path, size, cache))
     if isinstance(config.model, ModelConfig) and config.model.use_liger:
         yield from (
             Question(check_liger, (key, path, cache))
@@ -344,20 +348,6 @@ def check_bash(key: str, lines: tuple[str, ...]) -> None:
     if done.returncode:
         said = done.stderr.strip().splitlines()
         raise UserError(f"{key}: bash cannot read {'; '.join(lines)!r}: {said[-1].removeprefix('bash: -c: ')}")
-
-
-def check_slices(gpu_type: str, processes: int) -> None:
-    """Raise UserError if several processes of a training job would use slices of GPUs."""
-    if re.search(r"\dg\.\d+gb", gpu_type):
-        raise UserError(
-            f"slurm.gpu_type {gpu_type} is a slice of a GPU (MIG), and the job has {processes} processes per node: "
-            "NCCL cannot connect two slices of one GPU; use one process per node (--gpus-per-node 1), or whole GPUs"
-        )
-
-
-def check_allocator(*environ: tuple[str, str]) -> None:
-    """Raise UserError if engines cannot read the weights of the trainer on their GPU."""
-    refuse_expandable_segments(dict(environ))
 
 
 def check_run_dir(path: Path, group: str | None = None) -> str | None:

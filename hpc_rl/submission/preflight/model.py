@@ -20,6 +20,7 @@ from hpc_rl.host.model_kind import (
     refuse_capped_logits,
     refuse_other_outputs,
     refuse_unsplittable,
+    refuse_unsplittable_engine,
     refuse_without_liger,
 )
 from hpc_rl.host.peft_folder import block_layers, matching, read_peft_folder, refuse_other_base
@@ -101,6 +102,13 @@ def check_sequence_parallel(key: str, path: str, size: int, cache: HubCache) -> 
     folder = _model_folder(path, cache)
     if folder is not None:
         refuse_unsplittable(key, path, read_json(folder / "config.json"), size)
+
+
+def check_tensor_parallel(key: str, path: str, size: int, cache: HubCache) -> None:
+    """Raise UserError if an engine cannot split a model, as far as its config.json on this machine shows it."""
+    folder = _model_folder(path, cache)
+    if folder is not None:
+        refuse_unsplittable_engine(key, path, read_json(folder / "config.json"), size)
 
 
 def check_liger(key: str, path: str, cache: HubCache) -> None:
