@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Callable
 from datetime import date
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -90,12 +92,13 @@ def _record(report: str, run: Path) -> None:
     from hpc_rl.doctor.training import write_page
     from hpc_rl.sites.record import write_record
 
-    for what, write in (
-        ("the result is in", lambda: write_record(report)),
-        ("the same as a page for a bug report, without names and paths:", lambda: write_page(report, run)),
-    ):
+    writers: dict[str, Callable[[], Path]] = {
+        "the result is in": partial(write_record, report),
+        "a page for bug reports, without names and folders, is": partial(write_page, report, run),
+    }
+    for words, write in writers.items():
         try:
-            note(f"{what} {write()}")
+            note(f"{words} {write()}")
         except UserError as error:
             note(str(error))
 

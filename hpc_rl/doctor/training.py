@@ -16,6 +16,10 @@ from hpc_rl.host.machine import PACKAGES
 from hpc_rl.host.node_report import NodeReport
 
 NOT_RUN = "the job ended before this check"
+COVERED = "layouts that were covered:"
+NOT_PASSED = "layouts whose check did not pass:"
+ELSEWHERE = "layouts that need other nodes, GPUs or packages than those of this job:"
+UNCHECKED = "layouts that no check covers:"
 _FOLDERS = re.compile(r"(?<![\w.:/~])~?(?:/[\w.+@%-]+)+/(?=[\w.+@%-])")
 """The folders of a path, without the name of the file."""
 _ADDRESS = re.compile(r"(?<![\w.])\d{1,3}(?:\.\d{1,3}){3}(?![\w.]*\d)")
@@ -67,19 +71,14 @@ def report(
 
 
 def layouts(lines: Sequence[Line]) -> list[str]:
-    """Return the layouts of processes and GPUs that the checks covered, and the others with a reason, a line each."""
+    """Return the layouts of processes and GPUs that the checks covered, and the others by their reasons."""
     passed = {layout for line in lines if line.state == "passed" for layout in line.covers}
-    planned = {layout: line.name for line in lines for layout in line.covers}
-    covered, others = ["covered:"], ["not covered:"]
+    planned = {layout for line in lines for layout in line.covers}
+    groups: dict[str, list[str]] = {name: [] for name in (COVERED, NOT_PASSED, ELSEWHERE, UNCHECKED)}
     for layout in Covered:
-        if layout in passed:
-            covered.append(f"  {layout}")
-        elif layout in planned:
-            others.append(f"  {layout}: the check {planned[layout]} did not pass")
-        else:
-            reason = "no check does this" if layout in WITHOUT_CHECK else "this job has other nodes or GPUs"
-            others.append(f"  {layout}: {reason}")
-    return [*(covered if len(covered) > 1 else ["covered: no layout"]), *others]
+        rest = UNCHECKED if layout in WITHOUT_CHECK else ELSEWHERE
+        groups[COVERED if layout in passed else NOT_PASSED if layout in planned else rest].append(f"  {layout}")
+    return [line for name, members in groups.items() if members for line in (name, *members)]
 
 
 def anonymous(text: str, nodes: Sequence[str], home: Path, user: str) -> str:

@@ -13,7 +13,7 @@ from hpc_rl.doctor.job import TRAIN_TIME, doctor_job, read_findings
 from hpc_rl.doctor.training import anonymous, layouts, report, training_checks, write_page
 from hpc_rl.errors import UserError
 from hpc_rl.host.acceptance import Line, append, read, results_file
-from hpc_rl.host.layouts import Covered
+from hpc_rl.host.layouts import WITHOUT_CHECK, Covered
 from hpc_rl.host.node_report import report_path
 from hpc_rl.run_dir import RunDir
 from hpc_rl.sites.profile import read as read_profile
@@ -49,7 +49,7 @@ def test_the_report_begins_with_versions_and_hardware() -> None:
     assert lines[2] == "2 nodes x 8 processes on cuda, interface ib0 of lo, eth0, ib0"
     assert lines[3] == "8 x NVIDIA H200, driver 580.95.05, 32 CPUs, 500 GiB memory"
     assert lines[4].startswith("problem  packing  no file in ~/data. Meaning: ")
-    assert lines[5:7] == ["covered: no layout", "not covered:"] and len(lines) == 7 + len(Covered)
+    assert lines[5].startswith("layouts that need other nodes") and len(lines) == 7 + len(Covered)
     linked = replace(GOOD, gpu_links="28 x NV18")
     text = report([linked], checks, [], "2026-01-31", HOME, "somebody")
     assert "driver 580.95.05, links between GPUs: 28 x NV18, 32 CPUs" in text
@@ -59,10 +59,12 @@ def test_the_report_names_the_layouts_that_were_covered_and_the_others() -> None
     covering = replace(PLANNED, name="sharding", covers=(Covered.SHARDED,))
     other = replace(PLANNED, name="tensor parallel", covers=(Covered.IPC_TP2, Covered.SHARDED))
     found = layouts([covering.ended("passed", "fine"), other.ended("failed", "no"), PLANNED.ended("passed", "fine")])
-    assert found[:3] == ["covered:", f"  {Covered.SHARDED}", "not covered:"] and len(found) == 2 + len(Covered)
-    assert f"  {Covered.IPC_TP2}: the check tensor parallel did not pass" in found
-    assert f"  {Covered.NCCL_3}: this job has other nodes or GPUs" in found
-    assert f"  {Covered.STALE}: no check does this" in found
+    assert found[:2] == ["layouts that were covered:", f"  {Covered.SHARDED}"]
+    assert found[2:4] == ["layouts whose check did not pass:", f"  {Covered.IPC_TP2}"]
+    assert found[4].startswith("layouts that need other nodes, GPUs or packages") and f"  {Covered.NCCL_3}" in found[5:]
+    without = found.index("layouts that no check covers:")
+    assert found[without + 1 :] == [f"  {layout}" for layout in WITHOUT_CHECK]
+    assert len(found) == 4 + len(Covered)
 
 
 @pytest.mark.parametrize(
