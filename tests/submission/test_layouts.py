@@ -11,9 +11,13 @@ from typing import Any
 
 import pytest
 
+from hpc_rl.config.compose import compose
 from hpc_rl.config.pools import can_be_even
 from hpc_rl.errors import UserError
 from hpc_rl.host.model_kind import VOCABULARY_BLOCK, refuse_unsplittable_engine
+from hpc_rl.run_dir import RunDir
+from hpc_rl.submission.job import Job
+from hpc_rl.submission.local import check_local
 from tests.helpers import make_tiny_model
 from tests.rl.ppo_config import ppo_config
 
@@ -168,6 +172,7 @@ def test_which_models_an_engine_can_split(changes: Mapping[str, Any], size: int,
             refuse_unsplittable_engine("model.path", "m", shape(**changes), size)
 
 
+@pytest.mark.slow
 def test_the_rules_of_splitting_are_those_of_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
     """vLLM's own layers are made for models of random shapes, as rank 0 of an engine of many GPUs."""
     torch = pytest.importorskip("torch")
@@ -200,6 +205,21 @@ def test_the_rules_of_splitting_are_those_of_vllm(monkeypatch: pytest.MonkeyPatc
             outcomes.add(is_split)
     assert outcomes == {True, False}
     assert vocab_parallel_embedding.DEFAULT_VOCAB_PADDING_SIZE == VOCABULARY_BLOCK
+
+
+def test_a_machine_with_fewer_gpus_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def check(gpus: int, device: str = "cuda") -> None:
+        config = compose(
+            "torchrun", [f"trainer.device={device}", f"trainer.n_gpus_per_node={gpus}", "trainer.nnodes=2"]
+        )
+        check_local(Job("torchrun", config, RunDir(tmp_path), tmp_path, ("x.py",)))
+
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2")
+    check(1)
+    check(2, "cpu")
+    message = r"the job needs 4 GPUs \(trainer\.nnodes 2 x .* 2\), and this shell may use 3 .*CUDA_VISIBLE_DEVICES"
+    with pytest.raises(UserError, match=message):
+        check(2)
 
 
 def test_the_command_ends_with_code_2_and_the_numbers(tmp_path: Path) -> None:
