@@ -30,6 +30,7 @@ def refuse_expandable_segments(environ: Mapping[str, str]) -> None:
     Raises:
         UserError: they enable expandable segments. To share such memory, a process takes file descriptors of another
             one (pidfd_getfd(2)), which many nodes and containers forbid: https://github.com/pytorch/pytorch/issues/165685
+            vLLM's sleep mode alone is no obstacle: vLLM switches them off for its pool (device_allocator/cumem.py).
     """
     name = next((name for name in _ALLOCATOR if environ.get(name)), None)
     options = [option.strip().lower() for option in environ[name].split(",")] if name else []

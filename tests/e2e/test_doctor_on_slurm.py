@@ -71,9 +71,13 @@ def test_training_checks_on_two_nodes(workspace: Workspace) -> None:
         lines["bandwidth (between nodes)"].startswith("ok ") and "gloo, 2 ranks" in lines["bandwidth (between nodes)"]
     )
     assert lines["weight transfer (vllm, same devices, host)"].startswith("ok ")
-    assert lines["weight transfer (hf, other devices, host)"].startswith("ok ")
+    assert lines["weight transfer (hf, other devices, host, 1 + 1)"].startswith("ok ")
     assert lines["sleep and wake"].startswith("skipped ") and "applies to GPUs only" in lines["sleep and wake"]
     assert "tokens/s on 2 processes" in lines["speed of PPO"]
     profile = (home / ".config" / "hpc-rl" / "site.yaml").read_text()
     assert all(line.strip() in profile for line in report)
+    (page,) = (workspace.folder / "runs").glob("doctor-*.md")
+    assert page.read_text() == "```text\n" + "\n".join(report) + "\n```\n"
+    named = report[report.index("layouts that were covered:") + 1 :]
+    assert named[0] == "  checkpoint and resume on 2 or more ranks"
     own.ok("site", "show")
