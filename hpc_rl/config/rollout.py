@@ -152,7 +152,7 @@ def engine_problems(config: EngineJob) -> Iterator[str]:
 def _argument_problems(rollout: EngineConfig, engine: str) -> Iterator[str]:
     """Yield a message for each argument of an engine that hpc-rl sets itself, or for which it has no GPUs."""
     spec, arguments = ENGINES[engine], _arguments(rollout)
-    for name in arguments.keys() & set(spec.own_arguments):
+    for name in (name for name in spec.own_arguments if name in arguments):
         yield (
             f"rollout.engine_kwargs.{name}={arguments[name]}: hpc-rl sets this argument of {engine} itself; remove it"
             + (", and set rollout.tensor_parallel_size" if name == "tensor_parallel_size" else "")

@@ -132,7 +132,8 @@ def compiled_of(layout: Layout, variant: str) -> Placing | None:
 
 
 def enough_for_compiled(layout: Layout, variant: str) -> str | None:
-    return None if compiled_of(layout, variant) else f"needs 4 processes on a node, not {layout.processes}"
+    needed = "needs an even number of processes on a node, at least 4"
+    return None if compiled_of(layout, variant) else f"{needed}, not {layout.processes}"
 
 
 def divides_a_node(layout: Layout, variant: str) -> str | None:
