@@ -11,7 +11,7 @@ events are written down (`groups.py`, `streams.py`, `record.py`); code that has 
 raises
 
 - `RankFailed` with the traceback of the first rank that raises or ends,
-- `WrongOrder` as soon as two ranks of a group begin different collectives: another name, shape, dtype, root or operation,
+- `WrongOrder` as soon as two ranks of a group begin different collectives (name, shape, dtype, root or operation),
 - `NotArrived` if the others wait for a rank that has returned, or at the deadline: which ranks, and for what.
 """
 
@@ -266,7 +266,7 @@ def _result_of(call: Callable[..., Any], arguments: tuple[Any, ...]) -> bytes:
     """Return the result of a process, pickled."""
     try:
         return pickle.dumps((True, call(*arguments)))
-    except BaseException:
+    except BaseException:  # noqa: BLE001 - raised in the process of the test
         return pickle.dumps((False, traceback.format_exc()))
 
 
