@@ -12,8 +12,10 @@ import enum
 import pathlib
 import pickle
 import traceback
+from collections.abc import Iterator
 from dataclasses import is_dataclass
 from functools import cache
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -21,9 +23,11 @@ from torch.distributed import distributed_c10d
 from torch.distributed.checkpoint import filesystem, metadata, planner, storage
 from torch.distributed.checkpoint.api import CheckpointException
 
+from hpc_rl import errors
+
 
 class PlainUnpickler(pickle.Unpickler):
-    """Admits the data types of checkpoint plans, torch's types of numbers, and Python's own errors."""
+    """Admits the data types of checkpoint plans, torch's types of numbers, and errors of Python, torch and hpc-rl."""
 
     def find_class(self, module: str, name: str) -> Any:
         found = _admitted().get((module, name))
@@ -54,11 +58,17 @@ def _admitted() -> dict[tuple[str, str], Any]:
         ("builtins", "set"): set,
     }
     found |= {("torch", name): value for name, value in vars(torch).items() if isinstance(value, torch.dtype)}
-    for module in (builtins, filesystem, metadata, planner, storage):
-        own = ((name, value) for name, value in vars(module).items() if isinstance(value, type))
-        found |= {(module.__name__, name): value for name, value in own if _is_plain(value)}
+    for module in (builtins, pickle, torch, torch.distributed, errors):
+        found |= {(module.__name__, name): kind for name, kind in _types(module) if issubclass(kind, Exception)}
+    for module in (filesystem, metadata, planner, storage):
+        found |= {
+            (module.__name__, name): kind
+            for name, kind in _types(module)
+            if is_dataclass(kind) or issubclass(kind, enum.Enum | Exception)
+        }
     return found
 
 
-def _is_plain(kind: type) -> bool:
-    return is_dataclass(kind) or issubclass(kind, enum.Enum | Exception)
+def _types(module: ModuleType) -> Iterator[tuple[str, type]]:
+    # isinstance would also ask the value for its class, upon which some of torch's warn that they are deprecated.
+    return ((name, value) for name, value in vars(module).items() if issubclass(type(value), type))

@@ -5,7 +5,9 @@ from __future__ import annotations
 import os
 import pickle
 import sys
+from contextlib import nullcontext
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -13,7 +15,9 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed import distributed_c10d
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 
+from hpc_rl.errors import UserError
 from hpc_rl.training import distributed, plain_pickles
 from tests.finetune.jobs import spawn
 
@@ -79,7 +83,11 @@ def test_a_name_outside_the_list_is_refused(named: str) -> None:
 
 @pytest.mark.usefixtures("required")
 @pytest.mark.parametrize(
-    "value", [{"a": [1, (2.5, None)]}, torch.Size([2, 3]), torch.bfloat16, {1, 2}, ValueError("x")]
+    "value",
+    [
+        *({"a": [1, (2.5, None)]}, torch.Size([2, 3]), torch.bfloat16, {1, 2}, ValueError("x"), UserError("x")),
+        *(torch.OutOfMemoryError("x"), dist.DistBackendError("x"), dist.DistStoreError("x")),
+    ],
 )
 def test_data_is_admitted(value: object) -> None:
     assert repr(received(pickle.dumps(value))) == repr(value)
@@ -102,6 +110,12 @@ def rank(folder: Path) -> None:
     assert all(torch.equal(read[name], value) for name, value in own.items())
     with pytest.raises(CheckpointException, match=r"No such file|Not a directory"):
         dcp.save(own, checkpoint_id=Path(f"/proc/none-{world.rank}/x"))
+    with pytest.raises(CheckpointException, match=r"(?s)\(RANK 1\).*torch\.OutOfMemoryError: 80 GB"), (
+        mock.patch.object(DefaultLoadPlanner, "create_local_plan", side_effect=torch.OutOfMemoryError("80 GB"))
+        if world.rank
+        else nullcontext()
+    ):
+        dcp.load(read, checkpoint_id=folder / "good")
     with pytest.raises(pickle.UnpicklingError, match="does not admit"):
         dist.all_gather_object([None, None], Program(folder / f"created-by-{world.rank}"))
     world.barrier()

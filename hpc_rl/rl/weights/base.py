@@ -165,6 +165,10 @@ class WeightSender(Protocol):
         """Send the current weights to all engines; return when they have them. Every training rank calls this."""
         ...
 
+    def shutdown(self) -> None:
+        """Free what connects this rank with the engines, some of which may have died. It takes seconds at most."""
+        ...
+
 
 @runtime_checkable
 class WeightReceiver(Protocol):

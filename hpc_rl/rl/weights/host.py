@@ -28,6 +28,7 @@ class HostSender:
     def __init__(self, source: WeightSource, engines: EngineActors, world: World, bucket_bytes: int) -> None:
         """See `hpc_rl.rl.weights.transfers.Opener`."""
         self._source = source
+        self._world = world
         self._timeout_s = engines.timeout_s
         own = ray.get_runtime_context().get_node_id()
         mine = assign_engines(engines.nodes, world.gather(own))[world.rank]
@@ -44,20 +45,27 @@ class HostSender:
         """See WeightSender. Engines that have died are left out."""
         tensors = iter(self._source)
         if not self._regions:
-            for _ in tensors:  # takes part in gathering
-                pass
+            for entries in self._buckets:
+                self._world.barrier()
+                for _ in entries:  # takes part in gathering
+                    next(tensors)
             return
         # An actor handles its calls in order, so only two waits are needed: for memory before reuse, and at the end.
         pending = [self._call_all("start_weight_update")]
         for entries, (memory, start) in zip(self._buckets, self._regions, strict=True):
             while len(pending) >= IN_FLIGHT:
                 self._finish(pending.pop(0))
+            # All ranks wait here on their CPUs. In the gathers they would wait on GPUs, which engines may share.
+            self._world.barrier()
             for entry in entries:
                 self._write(entry, next(tensors)[1], memory.bytes[start:])
             pending.append(self._hand_out(entries, memory, start))
         pending.append(self._call_all("finish_weight_update"))
         for calls in pending:
             self._finish(calls)
+
+    def shutdown(self) -> None:
+        """Do nothing: shared memory is freed with the last process that maps it."""
 
     def _finish(self, calls: Sequence[ActorCall]) -> None:
         """Wait for these calls. An engine that has died gets no others: its next request finds it dead."""

@@ -13,17 +13,18 @@ import torch
 
 from hpc_rl.errors import RunError
 from hpc_rl.rl.weights.base import EngineActors, WeightSender, WeightSource
-from hpc_rl.rl.weights.vllm_source import vllm_source
+from hpc_rl.rl.weights.vllm_source import has_iter_full, vllm_source
 from hpc_rl.training.distributed import World
 
 
 def open_sender(source: WeightSource, engines: EngineActors, world: World, bucket_bytes: int) -> WeightSender:
-    """See `hpc_rl.rl.weights.transfers.Opener`. There are two buffers of `bucket_bytes` on each GPU.
+    """See `hpc_rl.rl.weights.transfers.Opener`. There are up to two buffers of `bucket_bytes` on each GPU.
 
     vLLM's own trainer_init meets the engines in a TCPStore, from which it takes pickles, and which everyone on the
     network can reach. Here NCCL's unique id, which contains a secret number, reaches the engines through Ray.
     """
     from vllm.distributed.device_communicators.pynccl_wrapper import NCCLLibrary
+    from vllm.distributed.weight_transfer import packed_tensor
     from vllm.distributed.weight_transfer.nccl_common import (
         NCCLWeightTransferInitInfo,
         uid_init_process_group,
@@ -33,12 +34,16 @@ def open_sender(source: WeightSource, engines: EngineActors, world: World, bucke
 
     # A tensor that is larger than the buffer would not fit.
     buffer_bytes = max(bucket_bytes, *(entry.nbytes for entry in source.metadata()))
+    # Each buffer has a stream. Before version 0.33, an engine loads a layer when its last buffer is there, and does not
+    # wait for the streams of the others.
+    buffers = packed_tensor.DEFAULT_PACKED_NUM_BUFFERS if has_iter_full() else 1
     sender = NCCLTrainerWeightTransferEngine(
         client=engines,
         source=vllm_source(source),
         is_sender=world.is_main,
         packed=True,
         packed_buffer_size_bytes=buffer_bytes,
+        packed_num_buffers=buffers,
     )
     if world.is_main:
         ranks = 1 + len(engines.actors) * engines.workers_each
@@ -49,6 +54,7 @@ def open_sender(source: WeightSource, engines: EngineActors, world: World, bucke
             world_size=ranks,
             packed=True,
             packed_buffer_size_bytes=buffer_bytes,
+            packed_num_buffers=buffers,
         )
         device = torch.accelerator.current_device_index()
         sender.model_update_group = joined_from_both_sides(

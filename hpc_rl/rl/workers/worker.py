@@ -174,6 +174,8 @@ class Worker:
 
     def connect_engines(self, engines: EngineActors, transfer: str) -> None:
         """Prepare `send_weights`. Every rank calls this, after the engines have started."""
+        if "sender" in self._parts:  # of engines, some of which have been replaced
+            self._part("sender").shutdown()
         bucket_bytes = self._training.rollout.sync_bucket_mb * 10**6
         self._parts["sender"] = open_sender(transfer, self._weights(), engines, self.world, bucket_bytes)
 
