@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from hpc_rl.config.ppo import PpoConfig
 from hpc_rl.errors import RunError
 from hpc_rl.host.acceptance import append, read
 from hpc_rl.probes.acceptance import attention, generation, on_ranks, training
@@ -118,6 +119,25 @@ def test_a_failed_run_is_not_repeated_for_its_other_checks(tmp_path: Path, monke
     with pytest.raises(Skip, match="failed in an earlier check"):
         generation.weight_transfer(bench, "vllm, same devices, host")
     assert len(calls) == 1
+
+
+def test_compiled_engines_start_twice_and_both_starts_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    bench = Bench(Layout("cuda", 1, 4, CPU.packages), tmp_path, tmp_path)
+    good = {"before": 1e-3, "after": 1e-3, "moved": 0.5, "dtype": "bfloat16", "start_s": 40.0}
+    outcomes, started = [good, {**good, "start_s": 8.0}], []
+
+    def drive(_bench: Bench, config: PpoConfig, name: str, _runner: object) -> dict[str, Any]:
+        started.append((name, config.rollout.tensor_parallel_size, config.rollout.engine_kwargs["enforce_eager"]))
+        return outcomes[len(started) - 1]
+
+    monkeypatch.setattr(generation, "_drive", drive)
+    found = generation.compiled(bench, "tensor parallel 2")
+    assert found.startswith("first start in 40 s: mean") and "; second start in 8 s: mean" in found
+    assert started == [(f"compiled-tensor-parallel-2-{start}", 2, False) for start in ("first", "second")]
+    started.clear()
+    outcomes[1] = {**good, "before": 3.0}
+    with pytest.raises(Failed, match=r"^second start: mean difference 3"):
+        generation.compiled(bench, "tensor parallel 2")
 
 
 def test_the_drivers_checks_follow_one_another(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
