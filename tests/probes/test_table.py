@@ -74,6 +74,14 @@ def test_placements_have_settings_that_fit_the_layout() -> None:
 
 
 @pytest.mark.parametrize(
+    ("nodes", "processes", "counts"), [(2, 2, "1 + 1"), (2, 1, "1 + 1"), (3, 1, "2 + 1"), (2, 4, "3 + 1")]
+)
+def test_the_names_of_placements_count_a_node_or_all_nodes(nodes: int, processes: int, counts: str) -> None:
+    names = [placing.name for placing in placings(Layout("cpu", nodes, processes, EVERYTHING))]
+    assert f"hf, other devices, host, {counts}" in names
+
+
+@pytest.mark.parametrize(
     ("nodes", "processes", "found"),
     [
         (1, 1, [((1,), ())]),

@@ -35,12 +35,13 @@ class Placing:
 
     @property
     def name(self) -> str:
-        """The placement in words, with the numbers of a node where trainer and engines divide its devices."""
+        """The placement in words. If trainer and engines divide the devices of a node, with its numbers; if they have
+        nodes of their own, with those of all nodes."""
         if not self.engines:
             return f"{self.engine}, {self.SAME if self.shared else self.OTHER}, {self.transfer}"
-        alone = self.trainers[0] == self.engines[0] == 1
-        counts = (sum(self.trainers), sum(self.engines)) if alone else (self.trainers[0], self.engines[0])
-        return f"{self.engine}, {self.OTHER}, {self.transfer}, {counts[0]} + {counts[1]}"
+        on_own_nodes = len(self.trainers) != len(self.engines)
+        trainers, engines = (sum(each) if on_own_nodes else each[0] for each in (self.trainers, self.engines))
+        return f"{self.engine}, {self.OTHER}, {self.transfer}, {trainers} + {engines}"
 
     def settings(self, layout: Layout) -> dict[str, Any]:
         """Return the configuration keys of the placement, which the layout must allow."""
