@@ -25,7 +25,7 @@ T = TypeVar("T")
 _OLDEST_TORCH = (2, 13)
 """The simulation replaces private parts of torch, which earlier versions do not have in this form."""
 
-_executor: ProcessPoolExecutor | None = None
+_executors: dict[str, ProcessPoolExecutor] = {}
 
 
 def simulate(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
@@ -36,18 +36,22 @@ def simulate(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
     Args:
         function: a module's function. Arguments, result and exceptions are pickled.
     """
-    global _executor
-    if _executor is None:
+    return call_in("scenarios", function, *args, **kwargs)
+
+
+def call_in(name: str, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+    """Call a function in the process of this name; see `simulate`."""
+    if name not in _executors:
         _require_tools()
-        _executor = ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn"))
-        atexit.register(_executor.shutdown)
+        _executors[name] = ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn"))
+        atexit.register(_executors[name].shutdown)
     with _preloaded(_guard()):  # the pool starts its process at the first call
-        future = _executor.submit(_call, function, args, kwargs)
+        future = _executors[name].submit(_call, function, args, kwargs)
     try:
         return future.result()
     except BaseException:
         # A process that was interrupted, or that failed inside of the simulation, is not used again.
-        executor, _executor = _executor, None
+        executor = _executors.pop(name)
         atexit.unregister(executor.shutdown)
         for process in list((executor._processes or {}).values()):
             process.kill()

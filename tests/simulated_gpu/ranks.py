@@ -1,0 +1,266 @@
+"""Several real processes, each with a pretended GPU: what only two, three or eight ranks do, runs.
+
+    results = run_ranks(function, 8, *arguments, nodes=2)    # function(world, *arguments) on each of 8 ranks
+    results[3].value                                         # what it has returned on rank 3
+    results[3].collectives                                   # in order: name, group, ranks, shapes, dtype, stream
+    results[3].calls                                         # of streams and events
+
+The ranks meet and exchange as in a job (`hpc_rl.training.distributed`), over gloo. Their collectives, streams and
+events are written down (`groups.py`, `streams.py`, `record.py`); code that has a communicator of another library calls
+`record.note_collective` in its stand-in. While they run, this process compares their records. It ends all of them and
+raises
+
+- `RankFailed` with the traceback of the first rank that raises or ends,
+- `WrongOrder` as soon as two ranks of a group begin different collectives: another name, shape, dtype, root or operation,
+- `NotArrived` if the others wait for a rank that has returned, or at the deadline: which ranks, and for what.
+"""
+
+from __future__ import annotations
+
+import importlib
+import multiprocessing
+import os
+import pickle
+import signal
+import tempfile
+import time
+import traceback
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any
+
+from hpc_rl.host.processes import die_with_parent
+from hpc_rl.run_dir import ENV_GROUP_DIR
+from tests.simulated_gpu.process import call_in
+from tests.simulated_gpu.record import PAIRWISE, Call, Collective, open_record, parsed
+
+IMPORTS = (
+    "hpc_rl.finetune.trainer",
+    "hpc_rl.training.memory_snapshot",
+    "torch.distributed.fsdp",
+    "torch.distributed.tensor",
+    "transformers.models.llama.modeling_llama",
+)
+"""What the ranks need. It is imported once, before they are forked."""
+LOOK_EVERY_S = 0.2
+"""How often the records of running ranks are compared."""
+
+
+class RanksError(AssertionError):
+    """What went wrong with ranks."""
+
+
+class RankFailed(RanksError):
+    """A rank has raised an exception, or has ended."""
+
+
+class WrongOrder(RanksError):
+    """Two ranks of a group have begun different collectives."""
+
+
+class NotArrived(RanksError):
+    """Ranks wait for others that do not come."""
+
+
+@dataclass(frozen=True)
+class Rank:
+    """What one rank has returned and done."""
+
+    value: Any
+    record: list[Collective | Call]
+
+    @property
+    def collectives(self) -> list[Collective]:
+        """Its collectives, in the order in which they began."""
+        return [row for row in self.record if isinstance(row, Collective)]
+
+    @property
+    def calls(self) -> list[Call]:
+        """Its calls of streams and events."""
+        return [row for row in self.record if isinstance(row, Call)]
+
+
+def run_ranks(
+    function: Callable[..., Any], count: int, *arguments: Any, nodes: int = 1, deadline_s: float = 300
+) -> list[Rank]:
+    """Call `function(world, *arguments)` in `count` processes, and return what each of them has returned and done.
+
+    Args:
+        function: a module's function. Arguments and results are pickled.
+        nodes: pretended nodes, with equal numbers of ranks.
+
+    Raises:
+        RankFailed, WrongOrder, NotArrived: see above. No process is left.
+    """
+    assert count % nodes == 0, "nodes have equal numbers of ranks"
+    done = call_in("ranks", _run, function, count, arguments, count // nodes, deadline_s)
+    if isinstance(done, RanksError):
+        raise done
+    return done
+
+
+def check_same_order(records: Sequence[Sequence[Collective | Call]]) -> None:
+    """Compare the collectives of all ranks, group by group. `run_ranks` does this while they run.
+
+    Args:
+        records: by rank. One that is shorter is compared as far as it goes.
+
+    Raises:
+        WrongOrder: two ranks of a group have begun different collectives.
+    """
+    for group, rows in _by_group(records).items():
+        lists = [(rank, [row for row in found if row.name not in PAIRWISE]) for rank, found in rows.items()]
+        leader, longest = max(lists, key=lambda one: len(one[1]))
+        for rank, found in lists:
+            for number, (own, expected) in enumerate(zip(found, longest, strict=False)):
+                if own.in_common != expected.in_common:
+                    raise WrongOrder(
+                        f"collective {number} of group {group} ({_ranks(own.ranks)}): rank {leader} has begun "
+                        f"{expected}, and rank {rank} {own}"
+                    )
+
+
+def missing_ranks(records: Sequence[Sequence[Collective | Call]], among: set[int] | None = None) -> str | None:
+    """Return which ranks the others wait for, as text; None if no group waits.
+
+    Args:
+        records: by rank.
+        among: only these ranks count as missing. None: all.
+    """
+    lines = []
+    for group, rows in _by_group(records).items():
+        members = next(found[0].ranks for found in rows.values() if found)
+        counts = {
+            rank: sum(row.name not in PAIRWISE for row in rows.get(rank, [])) for rank in members if rank < len(records)
+        }
+        most, fewest = max(counts.values()), min(counts.values())
+        late = [rank for rank, number in counts.items() if number < most and (among is None or rank in among)]
+        if not late:
+            continue
+        there = [rank for rank, number in counts.items() if number > fewest]
+        collectives = [row for row in rows[there[0]] if row.name not in PAIRWISE]
+        lines.append(
+            f"{_ranks(late)} did not come to collective {fewest} of group {group} ({_ranks(members)}), in which "
+            f"{_ranks(there)} wait: {collectives[fewest]}"
+        )
+    return "; ".join(lines) or None
+
+
+def _by_group(records: Sequence[Sequence[Collective | Call]]) -> dict[str, dict[int, list[Collective]]]:
+    groups: dict[str, dict[int, list[Collective]]] = defaultdict(lambda: defaultdict(list))
+    for rank, rows in enumerate(records):
+        for row in rows:
+            if isinstance(row, Collective):
+                groups[row.group][rank].append(row)
+    return groups
+
+
+def _ranks(numbers: Sequence[int]) -> str:
+    return f"rank{'s' * (len(numbers) != 1)} {', '.join(map(str, numbers))}"
+
+
+class _Process:
+    """A rank, from the view of the process that has started it."""
+
+    def __init__(self, number: int, folder: Path, start: Callable[[int, Connection], None]) -> None:
+        self.number = number
+        self.result: tuple[bool, Any] | None = None
+        """Whether it succeeded, and its value or its traceback."""
+        self.pipe, theirs = multiprocessing.Pipe(duplex=False)
+        self.process = multiprocessing.get_context("fork").Process(target=start, args=(number, theirs), daemon=True)
+        self.process.start()
+        theirs.close()
+        self._file = folder / f"record-{number}"
+
+    @property
+    def record(self) -> list[Collective | Call]:
+        """What it has written down so far."""
+        return parsed(self._file.read_text()) if self._file.exists() else []
+
+    def receive(self) -> None:
+        """Take over the result, or how the process has ended without one."""
+        try:
+            self.result = pickle.loads(self.pipe.recv_bytes())
+        except EOFError:
+            self.process.join()
+            self.result = (False, f"it ended with exit code {self.process.exitcode}")
+
+
+def _run(
+    function: Callable[..., Any], count: int, arguments: tuple[Any, ...], on_node: int, deadline_s: float
+) -> list[Rank] | RanksError:
+    """Start the ranks from this process, which has one thread and has imported what they need."""
+    for name in IMPORTS:
+        importlib.import_module(name)
+    deadline = time.monotonic() + deadline_s
+    with tempfile.TemporaryDirectory(prefix="ranks-") as name:
+        folder = Path(name)
+
+        def start(rank: int, pipe: Connection) -> None:
+            die_with_parent(signal.SIGKILL)
+            open_record(folder / f"record-{rank}")
+            pipe.send_bytes(_result_of(function, arguments, rank, count, on_node, folder / "group", deadline_s))
+            signal.pause()  # if it ended, those that wait for it would fail with an error of gloo
+
+        ranks = [_Process(rank, folder, start) for rank in range(count)]
+        try:
+            while any(rank.result is None for rank in ranks):
+                for pipe in wait([rank.pipe for rank in ranks if rank.result is None], LOOK_EVERY_S):
+                    next(rank for rank in ranks if rank.pipe is pipe).receive()
+                _judge(ranks, is_late=time.monotonic() > deadline, deadline_s=deadline_s)
+            return [Rank(rank.result[1], rank.record) for rank in ranks if rank.result is not None]
+        except RanksError as error:
+            return error  # raised here, it would end this process
+        finally:
+            for rank in ranks:
+                rank.process.kill()
+                rank.process.join()
+
+
+def _judge(ranks: Sequence[_Process], is_late: bool, deadline_s: float) -> None:
+    """Raise what is wrong with the ranks so far."""
+    records = [rank.record for rank in ranks]
+    check_same_order(records)
+    returned = {rank.number for rank in ranks if rank.result is not None}
+    for rank in ranks:
+        if rank.result is not None and not rank.result[0]:
+            raise RankFailed(f"rank {rank.number}: {rank.result[1]}")
+    if returned and (text := missing_ranks(records, among=returned)):
+        raise NotArrived(f"{text} (the former have returned)")
+    if is_late:
+        running = [rank.number for rank in ranks if rank.result is None]
+        waiting = missing_ranks(records) or "no group waits for a rank"
+        raise NotArrived(f"after {deadline_s:g} s, {_ranks(running)} have not returned; {waiting}")
+
+
+def _result_of(
+    function: Callable[..., Any],
+    arguments: tuple[Any, ...],
+    rank: int,
+    count: int,
+    on_node: int,
+    group: Path,
+    deadline_s: float,
+) -> bytes:
+    """Be one rank; return its result, pickled."""
+    from hpc_rl.training import distributed
+    from tests.simulated_gpu.groups import recorded_groups
+    from tests.simulated_gpu.pretended import pretended_gpu
+
+    os.environ |= {
+        "RANK": str(rank),
+        "WORLD_SIZE": str(count),
+        "LOCAL_RANK": str(rank % on_node),
+        "LOCAL_WORLD_SIZE": str(on_node),
+        ENV_GROUP_DIR: str(group),
+    }
+    try:
+        with recorded_groups(), pretended_gpu(rank % on_node, on_node):
+            world = distributed.start("cpu", start_timeout_s=int(deadline_s))
+            value = function(world, *arguments)
+        return pickle.dumps((True, value))
+    except BaseException:
+        return pickle.dumps((False, traceback.format_exc()))
