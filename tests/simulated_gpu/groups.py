@@ -9,6 +9,7 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from tests.simulated_gpu.record import note_collective
 
@@ -74,9 +75,23 @@ def _recorded(name: str, common: Callable[..., list[torch.Tensor]]) -> Callable[
         if (root := getattr(options, "rootRank", None)) is not None:
             words.append(f"root {root}")
         note_collective(name, self._name, self._ranks, common(*arguments), " ".join(words))
-        return getattr(self._gloo, name)(*arguments, **named)
+        host = [tree_map_only(torch.Tensor, _on_host, one) for one in arguments]
+        averages = words[:1] == ["AVG"]  # which gloo does not have
+        if averages:
+            options.reduceOp = dist.ReduceOp.SUM
+        work = getattr(self._gloo, name)(*host, **named)
+        if averages:
+            work.wait()
+            for tensor in tree_leaves(host[0]):
+                tensor.div_(self.size())
+        return work
 
     return collective
+
+
+def _on_host(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor of the CPU over the same memory."""
+    return tensor if tensor.device.type == "cpu" else torch.ops.simulated.host(tensor)
 
 
 for _name, _common in _COMMON.items():

@@ -11,7 +11,8 @@ events are written down (`groups.py`, `streams.py`, `record.py`); code that has 
 raises
 
 - `RankFailed` with the traceback of the first rank that raises or ends,
-- `WrongOrder` as soon as two ranks of a group begin different collectives: another name, shape, dtype, root or operation,
+- `WrongOrder` as soon as two ranks of a group begin different collectives: another name,
+  shape, dtype, root or operation,
 - `NotArrived` if the others wait for a rank that has returned, or at the deadline: which ranks, and for what.
 """
 
@@ -32,9 +33,11 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from hpc_rl.host.processes import die_with_parent
 from hpc_rl.run_dir import ENV_GROUP_DIR
-from tests.simulated_gpu.process import call_in
+from tests.simulated_gpu.process import call_in, compiled
 from tests.simulated_gpu.record import PAIRWISE, Call, Collective, open_record, parsed
 
 IMPORTS = (
@@ -84,19 +87,26 @@ class Rank:
 
 
 def run_ranks(
-    function: Callable[..., Any], count: int, *arguments: Any, nodes: int = 1, deadline_s: float = 300
+    function: Callable[..., Any],
+    count: int,
+    *arguments: Any,
+    nodes: int = 1,
+    device: str = "cpu",
+    deadline_s: float = 300,
 ) -> list[Rank]:
     """Call `function(world, *arguments)` in `count` processes, and return what each of them has returned and done.
 
     Args:
         function: a module's function. Arguments and results are pickled.
         nodes: pretended nodes, with equal numbers of ranks.
+        device: of the ranks. Tensors on `cuda` have real numbers too (kernels.cpp).
 
     Raises:
         RankFailed, WrongOrder, NotArrived: see above. No process is left.
     """
     assert count % nodes == 0, "nodes have equal numbers of ranks"
-    done = call_in("ranks", _run, function, count, arguments, count // nodes, deadline_s)
+    layout = Layout(count, count // nodes, device, deadline_s)
+    done = call_in("ranks", _run, function, arguments, layout, compiled("kernels.cpp"))
     if isinstance(done, RanksError):
         raise done
     return done
@@ -162,6 +172,16 @@ def _ranks(numbers: Sequence[int]) -> str:
     return f"rank{'s' * (len(numbers) != 1)} {', '.join(map(str, numbers))}"
 
 
+@dataclass(frozen=True)
+class Layout:
+    """How many ranks there are, and where."""
+
+    count: int
+    on_node: int
+    device: str
+    deadline_s: float
+
+
 class _Process:
     """A rank, from the view of the process that has started it."""
 
@@ -190,27 +210,28 @@ class _Process:
 
 
 def _run(
-    function: Callable[..., Any], count: int, arguments: tuple[Any, ...], on_node: int, deadline_s: float
+    function: Callable[..., Any], arguments: tuple[Any, ...], layout: Layout, kernels: Path
 ) -> list[Rank] | RanksError:
     """Start the ranks from this process, which has one thread and has imported what they need."""
     for name in IMPORTS:
         importlib.import_module(name)
-    deadline = time.monotonic() + deadline_s
+    torch.ops.load_library(kernels)
+    deadline = time.monotonic() + layout.deadline_s
     with tempfile.TemporaryDirectory(prefix="ranks-") as name:
         folder = Path(name)
 
         def start(rank: int, pipe: Connection) -> None:
             die_with_parent(signal.SIGKILL)
             open_record(folder / f"record-{rank}")
-            pipe.send_bytes(_result_of(function, arguments, rank, count, on_node, folder / "group", deadline_s))
+            pipe.send_bytes(_result_of(function, arguments, rank, layout, folder / "group"))
             signal.pause()  # if it ended, those that wait for it would fail with an error of gloo
 
-        ranks = [_Process(rank, folder, start) for rank in range(count)]
+        ranks = [_Process(rank, folder, start) for rank in range(layout.count)]
         try:
             while any(rank.result is None for rank in ranks):
                 for pipe in wait([rank.pipe for rank in ranks if rank.result is None], LOOK_EVERY_S):
                     next(rank for rank in ranks if rank.pipe is pipe).receive()
-                _judge(ranks, is_late=time.monotonic() > deadline, deadline_s=deadline_s)
+                _judge(ranks, layout.deadline_s if time.monotonic() > deadline else None)
             return [Rank(rank.result[1], rank.record) for rank in ranks if rank.result is not None]
         except RanksError as error:
             return error  # raised here, it would end this process
@@ -220,8 +241,12 @@ def _run(
                 rank.process.join()
 
 
-def _judge(ranks: Sequence[_Process], is_late: bool, deadline_s: float) -> None:
-    """Raise what is wrong with the ranks so far."""
+def _judge(ranks: Sequence[_Process], over_s: float | None) -> None:
+    """Raise what is wrong with the ranks so far.
+
+    Args:
+        over_s: the seconds that they had, if these are over.
+    """
     records = [rank.record for rank in ranks]
     check_same_order(records)
     returned = {rank.number for rank in ranks if rank.result is not None}
@@ -230,20 +255,14 @@ def _judge(ranks: Sequence[_Process], is_late: bool, deadline_s: float) -> None:
             raise RankFailed(f"rank {rank.number}: {rank.result[1]}")
     if returned and (text := missing_ranks(records, among=returned)):
         raise NotArrived(f"{text} (the former have returned)")
-    if is_late:
+    if over_s is not None:
         running = [rank.number for rank in ranks if rank.result is None]
         waiting = missing_ranks(records) or "no group waits for a rank"
-        raise NotArrived(f"after {deadline_s:g} s, {_ranks(running)} have not returned; {waiting}")
+        raise NotArrived(f"after {over_s:g} s, {_ranks(running)} have not returned; {waiting}")
 
 
 def _result_of(
-    function: Callable[..., Any],
-    arguments: tuple[Any, ...],
-    rank: int,
-    count: int,
-    on_node: int,
-    group: Path,
-    deadline_s: float,
+    function: Callable[..., Any], arguments: tuple[Any, ...], rank: int, layout: Layout, group: Path
 ) -> bytes:
     """Be one rank; return its result, pickled."""
     from hpc_rl.training import distributed
@@ -252,15 +271,15 @@ def _result_of(
 
     os.environ |= {
         "RANK": str(rank),
-        "WORLD_SIZE": str(count),
-        "LOCAL_RANK": str(rank % on_node),
-        "LOCAL_WORLD_SIZE": str(on_node),
+        "WORLD_SIZE": str(layout.count),
+        "LOCAL_RANK": str(rank % layout.on_node),
+        "LOCAL_WORLD_SIZE": str(layout.on_node),
         ENV_GROUP_DIR: str(group),
     }
     try:
-        with recorded_groups(), pretended_gpu(rank % on_node, on_node):
-            world = distributed.start("cpu", start_timeout_s=int(deadline_s))
+        with recorded_groups(), pretended_gpu(layout.on_node):
+            world = distributed.start(layout.device, start_timeout_s=int(layout.deadline_s))
             value = function(world, *arguments)
         return pickle.dumps((True, value))
-    except BaseException:
+    except BaseException:  # noqa: BLE001  # whatever it is, the test has to see it
         return pickle.dumps((False, traceback.format_exc()))

@@ -11,17 +11,17 @@ from tests.simulated_gpu.ranks import NotArrived, RankFailed, WrongOrder, run_ra
 
 
 def exchange(world: World, factor: int) -> list[float]:
-    total = torch.full((2,), float(world.rank * factor))
+    total = torch.full((2,), float(world.rank * factor), device=world.device)
     stream = torch.cuda.Stream(name="side")
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
         dist.all_reduce(total)
     dist.barrier()
-    return [*total.tolist(), world.ranks_per_node, torch.cuda.current_device()]
+    return [*total.tolist(), world.ranks_per_node, total.device.index]
 
 
 def test_results_and_records_are_in_the_order_of_ranks() -> None:
-    results = run_ranks(exchange, 4, 10, nodes=2)
+    results = run_ranks(exchange, 4, 10, nodes=2, device="cuda")
     assert [rank.value for rank in results] == [[60, 60, 2, 0], [60, 60, 2, 1]] * 2
     for rank in results:
         *_, total, barrier = rank.collectives
