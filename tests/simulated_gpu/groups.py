@@ -9,7 +9,7 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_map_only
 
 from tests.simulated_gpu.record import note_collective
 
@@ -76,15 +76,11 @@ def _recorded(name: str, common: Callable[..., list[torch.Tensor]]) -> Callable[
             words.append(f"root {root}")
         note_collective(name, self._name, self._ranks, common(*arguments), " ".join(words))
         host = [tree_map_only(torch.Tensor, _on_host, one) for one in arguments]
-        averages = words[:1] == ["AVG"]  # which gloo does not have
-        if averages:
+        if words[:1] == ["AVG"]:  # which gloo does not have
             options.reduceOp = dist.ReduceOp.SUM
-        work = getattr(self._gloo, name)(*host, **named)
-        if averages:
-            work.wait()
-            for tensor in tree_leaves(host[0]):
-                tensor.div_(self.size())
-        return work
+            divide = torch.Tensor.div_ if name.startswith("allreduce") else torch.Tensor.div
+            host[-2] = tree_map_only(torch.Tensor, lambda tensor: divide(tensor, self.size()), host[-2])
+        return getattr(self._gloo, name)(*host, **named)
 
     return collective
 

@@ -94,7 +94,7 @@ def compiled(name: str) -> Path:
     library = Path(tempfile.gettempdir()) / f"simulated-gpu-{os.getuid()}-{key}.so"
     if not library.exists():
         partial = library.with_suffix(f".{os.getpid()}")
-        words = [_compiler(), "-std=c++20", "-shared", "-fPIC", "-O0", str(source), "-o", str(partial)]
+        words = [_compiler(), "-std=c++20", "-shared", "-fPIC", "-O1", str(source), "-o", str(partial)]
         words += [f"-I{path}" for path in include_paths("cpu")]
         words += [f"-L{path}" for path in library_paths("cpu")]
         subprocess.run([*words, "-ltorch_cpu", "-lc10"], check=True, timeout=600)

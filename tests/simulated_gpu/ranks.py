@@ -18,6 +18,7 @@ raises
 
 from __future__ import annotations
 
+import gc
 import importlib
 import multiprocessing
 import os
@@ -216,6 +217,8 @@ def _run(
     for name in IMPORTS:
         importlib.import_module(name)
     torch.ops.load_library(kernels)
+    gc.collect()
+    gc.freeze()  # otherwise the collector of each rank would write to, and so copy, all memory that they share
     deadline = time.monotonic() + layout.deadline_s
     with tempfile.TemporaryDirectory(prefix="ranks-") as name:
         folder = Path(name)

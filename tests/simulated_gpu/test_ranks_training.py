@@ -1,0 +1,151 @@
+"""The trainer on pretended GPUs of two nodes: its numbers are those of one GPU, whatever the layout."""
+
+from __future__ import annotations
+
+import shutil
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from hpc_rl.finetune.train import parse
+from hpc_rl.finetune.trainer import train
+from hpc_rl.tracking.metrics import read_metrics
+from hpc_rl.training.distributed import World
+from tests.helpers import make_tiny_model, write_chats
+from tests.simulated_gpu.ranks import Rank, run_ranks
+from tests.simulated_gpu.record import Call, Collective, note
+
+Run = tuple[Path, Sequence[str]]
+LAYOUTS = {
+    "full": ["trainer.sharding=full"],
+    "hybrid": ["trainer.sharding=hybrid", "trainer.offload=optimizer"],
+    "gradients": ["trainer.sharding=gradients"],
+    "none": ["trainer.sharding=none", "trainer.save_async=false"],
+    "two share rows": ["trainer.sharding=hybrid", "trainer.sequence_parallel=2"],
+    "four share rows": ["trainer.sharding=full", "trainer.sequence_parallel=4"],
+}
+RESUMED = ("full", "hybrid", "gradients", "none")
+"""Runs of which another number of ranks takes the second step again."""
+COMPARED = ("train/loss", "train/grad_norm", "val/loss")
+WEIGHTS, SUMS = "bfloat16", "float32"
+"""Types in which weights are gathered, and gradients are added up."""
+
+
+def trained(world: World, base: Sequence[str], runs: Sequence[Run]) -> list[int]:
+    """Be a rank of several runs, one after the other; return their exit codes."""
+    codes = []
+    for path, overrides in runs:
+        note("run", path.name)
+        codes.append(train(*parse(["--run-dir", str(path), *base, *overrides]), world))
+    return codes
+
+
+def series(path: Path, name: str) -> list[float]:
+    """One metric of all steps that have it."""
+    return [record[name] for record in read_metrics(path / "metrics.jsonl") if name in record]
+
+
+def assert_same(expected: Path, found: Path) -> None:
+    """Compare losses and gradients. Products are in bfloat16: only their order differs between layouts."""
+    for name in COMPARED:
+        assert len(series(expected, name)) >= 1, name
+        assert series(found, name) == pytest.approx(series(expected, name), rel=2e-4), name
+
+
+@dataclass(frozen=True)
+class Trained:
+    """Runs of one rank and of eight ranks."""
+
+    folder: Path
+    base: list[str]
+    ranks: list[Rank]
+
+    def of_run(self, name: str, rank: int = 0) -> list[Collective | Call]:
+        """Return what a rank did in a run."""
+        rows: dict[str, list[Collective | Call]] = defaultdict(list)
+        current = ""
+        for row in self.ranks[rank].record:
+            current = row.subject if isinstance(row, Call) and row.name == "run" else current
+            rows[current].append(row)
+        return rows[name]
+
+    def streams(self, name: str, collective: str, dtype: str) -> set[tuple[str, int]]:
+        """Return on which streams a run had these collectives, with the number of ranks of their groups."""
+        return {
+            (row.stream, len(row.ranks))
+            for row in self.of_run(name)
+            if isinstance(row, Collective) and (row.name, row.dtype) == (collective, dtype)
+        }
+
+
+@pytest.fixture(scope="module")
+def trained_runs(tmp_path_factory: pytest.TempPathFactory) -> Trained:
+    """Two steps with four micro-batches on each of eight ranks. The gradients are clipped."""
+    folder = tmp_path_factory.mktemp("runs")
+    base = [
+        f"model.path={make_tiny_model(folder / 'model', num_attention_heads=4)}",
+        f"data.train_files={write_chats(folder / 'train.jsonl', 64)}",
+        f"data.val_files={write_chats(folder / 'val.jsonl', 9)}",
+        *("data.train_batch_size=32", "data.max_length=64", "optim.lr=1e-2", "optim.clip_grad=1.0"),
+        *("trainer.micro_tokens=64", "trainer.save_freq=1", "trainer.device=cuda", "trainer.export=false"),
+        "trainer.n_gpus_per_node=4",
+    ]
+    run_ranks(trained, 1, base, [(folder / "one", [])], device="cuda")
+    runs = [(folder / name, overrides) for name, overrides in LAYOUTS.items()]
+    ranks = run_ranks(trained, 8, base, runs, nodes=2, device="cuda")
+    assert [rank.value for rank in ranks] == [[0] * len(LAYOUTS)] * 8
+    return Trained(folder, base, ranks)
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_eight_ranks_equal_one(trained_runs: Trained, name: str) -> None:
+    assert_same(trained_runs.folder / "one", trained_runs.folder / name)
+
+
+def test_gathers_and_reductions_are_on_streams_of_their_own(trained_runs: Trained) -> None:
+    """Exchanges of small numbers, which the host waits for, are on the default stream."""
+    expected = {"full": {8}, "hybrid": {4}, "gradients": {8}}
+    for name, sizes in expected.items():
+        gathers = trained_runs.streams(name, "all_gather_single", WEIGHTS)
+        reductions = trained_runs.streams(name, "reduce_scatter_single", SUMS)
+        assert {size for _, size in gathers} == {size for _, size in reductions} == sizes, name
+        streams = {stream for stream, _ in gathers | reductions}
+        assert len(streams) == 2 and "default" not in streams, name
+        assert {stream for stream, _ in trained_runs.streams(name, "allgather", "float64")} == {"default"}, name
+    # Each rank adds up gradients with the rank of the other node that has the same shard, beside the other two streams.
+    beside = {one for one in trained_runs.streams("hybrid", "allreduce", SUMS) if one[0] != "default"}
+    [(stream, size)] = beside
+    assert size == 2
+    assert stream not in {one for one, _ in trained_runs.streams("hybrid", "all_gather_single", WEIGHTS)}
+
+
+@pytest.mark.parametrize("count", [4, 1])
+def test_other_ranks_resume_from_a_checkpoint(trained_runs: Trained, count: int, tmp_path: Path) -> None:
+    """From the first of two checkpoints, which was written while the second step computed."""
+    runs = []
+    for name in RESUMED:
+        shutil.copytree(trained_runs.folder / name, tmp_path / name)
+        shutil.rmtree(tmp_path / name / "checkpoints" / "step-00000002")
+        runs.append((tmp_path / name, LAYOUTS[name] if count > 1 else []))
+    ranks = run_ranks(trained, count, trained_runs.base, runs, nodes=min(count, 2), device="cuda")
+    assert [rank.value for rank in ranks] == [[0] * len(runs)] * count
+    for name in RESUMED:
+        assert_same(trained_runs.folder / "one", tmp_path / name)
+
+
+def test_checkpoints_are_written_in_a_group_of_their_own(trained_runs: Trained) -> None:
+    """The main threads have collectives at the same time, so that both need an order of their own."""
+    for rank in trained_runs.ranks:
+        of_writers = {row.group for row in rank.collectives if row.thread.startswith("background-writer")}
+        others = {row.group for row in rank.collectives if not row.thread.startswith("background-writer")}
+        assert of_writers and not of_writers & others
+
+
+def test_moments_in_host_memory_move_on_a_side_stream(trained_runs: Trained) -> None:
+    calls = [row for row in trained_runs.of_run("hybrid") if isinstance(row, Call)]
+    copied = {row.subject for row in calls if row.name == "record_stream"}
+    assert copied and "default" not in copied
+    assert {"wait_stream", "record", "synchronize"} <= {row.name for row in calls}
