@@ -41,14 +41,6 @@ from hpc_rl.run_dir import ENV_GROUP_DIR
 from tests.simulated_gpu.process import call_in, compiled
 from tests.simulated_gpu.record import PAIRWISE, Call, Collective, open_record, parsed
 
-IMPORTS = (
-    "hpc_rl.finetune.trainer",
-    "hpc_rl.training.memory_snapshot",
-    "torch.distributed.fsdp",
-    "torch.distributed.tensor",
-    "transformers.models.llama.modeling_llama",
-)
-"""What the ranks need. It is imported once, before they are forked."""
 LOOK_EVERY_S = 0.2
 """How often the records of running ranks are compared."""
 
@@ -214,8 +206,7 @@ def _run(
     function: Callable[..., Any], arguments: tuple[Any, ...], layout: Layout, kernels: Path
 ) -> list[Rank] | RanksError:
     """Start the ranks from this process, which has one thread and has imported what they need."""
-    for name in IMPORTS:
-        importlib.import_module(name)
+    importlib.import_module("tests.finetune.preloaded")
     torch.ops.load_library(kernels)
     gc.collect()
     gc.freeze()  # otherwise the collector of each rank would write to, and so copy, all memory that they share
