@@ -27,7 +27,7 @@ from hpc_rl import errors
 
 
 class PlainUnpickler(pickle.Unpickler):
-    """Admits the data types of checkpoint plans, torch's types of numbers, and the errors of Python, torch and hpc-rl."""
+    """Admits the data types of checkpoint plans, torch's types of numbers, and errors of Python, torch and hpc-rl."""
 
     def find_class(self, module: str, name: str) -> Any:
         found = _admitted().get((module, name))

@@ -17,16 +17,16 @@ from tests.simulated_gpu.record import note
 
 
 @contextmanager
-def pretended_gpu(on_node: int) -> Iterator[None]:
-    """Let this process see the GPUs of its node."""
+def pretended_gpu(local_rank: int, on_node: int) -> Iterator[None]:
+    """Let this process see the GPUs of its node, and use the one of its rank."""
     with ExitStack() as stack:
-        for owner, values in _replacements(on_node):
+        for owner, values in _replacements(local_rank, on_node):
             stack.enter_context(mock.patch.multiple(owner, **values))
         yield
 
 
-def _replacements(on_node: int) -> Iterator[tuple[Any, dict[str, Any]]]:
-    device = [0]
+def _replacements(local_rank: int, on_node: int) -> Iterator[tuple[Any, dict[str, Any]]]:
+    device = [local_rank]
 
     def index_of(chosen: Any) -> int:
         return chosen if isinstance(chosen, int) else torch.device(chosen).index or 0

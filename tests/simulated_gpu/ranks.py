@@ -11,8 +11,7 @@ events are written down (`groups.py`, `streams.py`, `record.py`); code that has 
 raises
 
 - `RankFailed` with the traceback of the first rank that raises or ends,
-- `WrongOrder` as soon as two ranks of a group begin different collectives: another name,
-  shape, dtype, root or operation,
+- `WrongOrder` as soon as two ranks of a group begin different collectives (name, shape, dtype, root or operation),
 - `NotArrived` if the others wait for a rank that has returned, or at the deadline: which ranks, and for what.
 """
 
@@ -79,12 +78,22 @@ class Rank:
         return [row for row in self.record if isinstance(row, Call)]
 
 
+@dataclass(frozen=True)
+class Beside:
+    """Processes that belong to the job, but not to its process group. They have the numbers after its ranks."""
+
+    function: Callable[..., Any]
+    """A module's function, called with the number and the arguments."""
+    count: int
+
+
 def run_ranks(
     function: Callable[..., Any],
     count: int,
     *arguments: Any,
     nodes: int = 1,
     device: str = "cpu",
+    beside: Beside | None = None,
     deadline_s: float = 300,
 ) -> list[Rank]:
     """Call `function(world, *arguments)` in `count` processes, and return what each of them has returned and done.
@@ -93,12 +102,13 @@ def run_ranks(
         function: a module's function. Arguments and results are pickled.
         nodes: pretended nodes, with equal numbers of ranks.
         device: of the ranks. Tensors on `cuda` have real numbers too (kernels.cpp).
+        beside: further processes, which come after the ranks in the result.
 
     Raises:
         RankFailed, WrongOrder, NotArrived: see above. No process is left.
     """
     assert count % nodes == 0, "nodes have equal numbers of ranks"
-    layout = Layout(count, count // nodes, device, deadline_s)
+    layout = Layout(count, count // nodes, device, beside, deadline_s)
     done = call_in("ranks", _run, function, arguments, layout, compiled("kernels.cpp"))
     if isinstance(done, RanksError):
         raise done
@@ -172,7 +182,13 @@ class Layout:
     count: int
     on_node: int
     device: str
+    beside: Beside | None
     deadline_s: float
+
+    @property
+    def processes(self) -> int:
+        """The number of processes."""
+        return self.count + (0 if self.beside is None else self.beside.count)
 
 
 class _Process:
@@ -214,13 +230,13 @@ def _run(
     with tempfile.TemporaryDirectory(prefix="ranks-") as name:
         folder = Path(name)
 
-        def start(rank: int, pipe: Connection) -> None:
+        def start(number: int, pipe: Connection) -> None:
             die_with_parent(signal.SIGKILL)
-            open_record(folder / f"record-{rank}")
-            pipe.send_bytes(_result_of(function, arguments, rank, layout, folder / "group"))
+            open_record(folder / f"record-{number}")
+            pipe.send_bytes(_result_of(function, arguments, number, layout, folder / "group"))
             signal.pause()  # if it ended, those that wait for it would fail with an error of gloo
 
-        ranks = [_Process(rank, folder, start) for rank in range(layout.count)]
+        ranks = [_Process(number, folder, start) for number in range(layout.processes)]
         try:
             while any(rank.result is None for rank in ranks):
                 for pipe in wait([rank.pipe for rank in ranks if rank.result is None], LOOK_EVERY_S):
@@ -256,9 +272,18 @@ def _judge(ranks: Sequence[_Process], over_s: float | None) -> None:
 
 
 def _result_of(
-    function: Callable[..., Any], arguments: tuple[Any, ...], rank: int, layout: Layout, group: Path
+    function: Callable[..., Any], arguments: tuple[Any, ...], number: int, layout: Layout, group: Path
 ) -> bytes:
-    """Be one rank; return its result, pickled."""
+    """Be one process; return its result, pickled."""
+    try:
+        if number < layout.count:
+            return pickle.dumps((True, _be_rank(function, arguments, number, layout, group)))
+        return pickle.dumps((True, _be_beside(arguments, number, layout)))
+    except BaseException:  # noqa: BLE001  # raised in the process of the test
+        return pickle.dumps((False, traceback.format_exc()))
+
+
+def _be_rank(function: Callable[..., Any], arguments: tuple[Any, ...], rank: int, layout: Layout, group: Path) -> Any:
     from hpc_rl.training import distributed
     from tests.simulated_gpu.groups import recorded_groups
     from tests.simulated_gpu.pretended import pretended_gpu
@@ -270,10 +295,15 @@ def _result_of(
         "LOCAL_WORLD_SIZE": str(layout.on_node),
         ENV_GROUP_DIR: str(group),
     }
-    try:
-        with recorded_groups(), pretended_gpu(layout.on_node):
-            world = distributed.start(layout.device, start_timeout_s=int(layout.deadline_s))
-            value = function(world, *arguments)
-        return pickle.dumps((True, value))
-    except BaseException:  # noqa: BLE001  # whatever it is, the test has to see it
-        return pickle.dumps((False, traceback.format_exc()))
+    with recorded_groups(), pretended_gpu(rank % layout.on_node, layout.on_node):
+        world = distributed.start(layout.device, start_timeout_s=int(layout.deadline_s))
+        return function(world, *arguments)
+
+
+def _be_beside(arguments: tuple[Any, ...], number: int, layout: Layout) -> Any:
+    """Be a process beside the ranks, with a GPU of its own."""
+    from tests.simulated_gpu.pretended import pretended_gpu
+
+    assert layout.beside is not None
+    with pretended_gpu(number - layout.count, layout.beside.count):
+        return layout.beside.function(number, *arguments)

@@ -110,13 +110,10 @@ def rank(folder: Path) -> None:
     assert all(torch.equal(read[name], value) for name, value in own.items())
     with pytest.raises(CheckpointException, match=r"No such file|Not a directory"):
         dcp.save(own, checkpoint_id=Path(f"/proc/none-{world.rank}/x"))
-    with (
-        pytest.raises(CheckpointException, match=r"(?s)\(RANK 1\).*torch\.OutOfMemoryError: 80 GB"),
-        (
-            mock.patch.object(DefaultLoadPlanner, "create_local_plan", side_effect=torch.OutOfMemoryError("80 GB"))
-            if world.rank
-            else nullcontext()
-        ),
+    with pytest.raises(CheckpointException, match=r"(?s)\(RANK 1\).*torch\.OutOfMemoryError: 80 GB"), (
+        mock.patch.object(DefaultLoadPlanner, "create_local_plan", side_effect=torch.OutOfMemoryError("80 GB"))
+        if world.rank
+        else nullcontext()
     ):
         dcp.load(read, checkpoint_id=folder / "good")
     with pytest.raises(pickle.UnpicklingError, match="does not admit"):

@@ -161,7 +161,9 @@ class VllmEngine:
         self._finish("finish_host_update")
 
     def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
-        self._llm.collective_rpc("shutdown_weight_transfer_engine")  # its connection to replaced engines, if there is one
+        self._llm.collective_rpc(
+            "shutdown_weight_transfer_engine"
+        )  # its connection to replaced engines, if there is one
         self._llm.collective_rpc("init_weight_transfer_engine", kwargs={"init_info": init_info})
 
     def start_weight_update(self) -> None:

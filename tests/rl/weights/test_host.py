@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import itertools
 import os
 import signal
 import tempfile
@@ -90,6 +91,23 @@ class Holder:
         return os.getpid()
 
 
+LOG: list[str] = []
+"""What this process did: it gathered a tensor, or waited for the other rank on the CPU."""
+
+
+class LoggedSource(WeightSource):
+    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
+        for pair in super().__iter__():
+            LOG.append("gather")
+            yield pair
+
+
+class LoggedWorld(World):
+    def barrier(self) -> None:
+        LOG.append("wait")
+        super().barrier()
+
+
 class Trainer:
     """One of two training ranks, in a Ray actor."""
 
@@ -100,10 +118,10 @@ class Trainer:
 
     def build(self, ranks: int, dtype: torch.dtype, engines: list[Any], nodes: list[str]) -> None:
         self.model = make_model()
-        world = self.both if ranks == 2 else World(0, 1, torch.device("cpu"))
+        world = LoggedWorld(self.both.rank if ranks == 2 else 0, ranks, torch.device("cpu"))
         if ranks == 2:
             fully_shard(self.model)
-        self.source = WeightSource(self.model, dtype)
+        self.source = LoggedSource(self.model, dtype)
         named = EngineActors(engines, [Actor("first", "engine"), Actor("second", "engine")], nodes, TIMEOUT_S)
         self.sender = HostSender(self.source, named, world, BUCKET_BYTES)
 
@@ -114,6 +132,11 @@ class Trainer:
         with torch.no_grad():
             for parameter in self.model.parameters():
                 parameter.add_(by)
+
+    def take_log(self) -> list[str]:
+        log = [*LOG]
+        LOG.clear()
+        return log
 
     def places(self) -> list[int]:
         return [parameter.data_ptr() for parameter in self.model.parameters()]
@@ -176,6 +199,17 @@ def test_engines_have_the_trainers_weights(setting: Setting, ranks: int, dtype: 
         for calls in setting.engine_calls("take_calls"):
             assert (calls[0], calls[-1]) == ("start", "finish")
             assert 8 < calls.count("update") == len(calls) - 2 < 26  # the model has 28 parameters
+
+
+def test_a_rank_waits_on_its_cpu_until_the_engines_have_taken_a_bucket(setting: Setting) -> None:
+    """In a gather it would wait on a GPU. All ranks wait before the gathers of each bucket."""
+    setting.build(2, torch.float32)
+    setting.calls("take_log")
+    setting.calls("send")
+    buckets = setting.engine_calls("take_calls")[0].count("update")
+    first, second = setting.calls("take_log")
+    assert first == second and first[0] == "wait" and first.count("wait") == buckets
+    assert all(again == "gather" for one, again in itertools.pairwise(first) if one == "wait")
 
 
 def test_whole_parameters_move_into_shared_memory_once(setting: Setting) -> None:
