@@ -74,6 +74,8 @@ def _recorded(name: str, common: Callable[..., list[torch.Tensor]]) -> Callable[
         words = [options.reduceOp.op.name] if hasattr(options, "reduceOp") else []
         if (root := getattr(options, "rootRank", None)) is not None:
             words.append(f"root {root}")
+        if name in ("send", "recv"):
+            words = [str(self._ranks[arguments[1]])]
         note_collective(name, self._name, self._ranks, common(*arguments), " ".join(words))
         host = [tree_map_only(torch.Tensor, _on_host, one) for one in arguments]
         if words[:1] == ["AVG"]:  # which gloo does not have

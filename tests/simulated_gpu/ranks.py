@@ -27,7 +27,7 @@ import tempfile
 import time
 import traceback
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
@@ -116,7 +116,8 @@ def run_ranks(
 
 
 def check_same_order(records: Sequence[Sequence[Collective | Call]]) -> None:
-    """Compare the collectives of all ranks, group by group. `run_ranks` does this while they run.
+    """Compare the collectives of all ranks, group by group, and the messages of each pair of ranks. `run_ranks` does
+    this while they run.
 
     Args:
         records: by rank. One that is shorter is compared as far as it goes.
@@ -133,6 +134,12 @@ def check_same_order(records: Sequence[Sequence[Collective | Call]]) -> None:
                     raise WrongOrder(
                         f"collective {number} of group {group} ({_ranks(own.ranks)}): rank {leader} has begun "
                         f"{expected}, and rank {rank} {own}"
+                    )
+        for (source, target), (sent, received) in _messages(rows).items():
+            for number, (one, other) in enumerate(zip(sent, received, strict=False)):
+                if (one.shapes, one.dtype) != (other.shapes, other.dtype):
+                    raise WrongOrder(
+                        f"message {number} of group {group}: rank {source} sends {one}, rank {target} expects {other}"
                     )
 
 
@@ -169,6 +176,18 @@ def _by_group(records: Sequence[Sequence[Collective | Call]]) -> dict[str, dict[
             if isinstance(row, Collective):
                 groups[row.group][rank].append(row)
     return groups
+
+
+def _messages(rows: Mapping[int, Sequence[Collective]]) -> dict[tuple[int, int], tuple[list[Collective], ...]]:
+    """Return what was sent from one rank to another, and what the other one received, by the pair."""
+    found: dict[tuple[int, int], tuple[list[Collective], ...]] = defaultdict(lambda: ([], []))
+    for rank, own in rows.items():
+        for row in own:
+            if row.name == "send":
+                found[rank, int(row.detail)][0].append(row)
+            elif row.name == "recv":
+                found[int(row.detail), rank][1].append(row)
+    return found
 
 
 def _ranks(numbers: Sequence[int]) -> str:

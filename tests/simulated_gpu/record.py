@@ -29,7 +29,7 @@ class Collective(NamedTuple):
     thread: str
     """The thread: the background writer has its own group."""
     detail: str = ""
-    """Root and operation."""
+    """Root and operation; of send and recv the other rank."""
 
     @property
     def in_common(self) -> tuple[Any, ...]:

@@ -70,3 +70,15 @@ def invert(world: World) -> None:
 def test_another_order_is_an_error() -> None:
     with pytest.raises(WrongOrder, match=r"rank 0 has begun allreduce\(\[2\] float32 SUM\).*and rank 1 .*MAX"):
         run_ranks(invert, 2)
+
+
+def misunderstand(world: World) -> None:
+    if world.rank == 0:
+        dist.send(torch.ones(2), 1)
+    else:
+        dist.recv(torch.ones(2, dtype=torch.int32), 0)
+
+
+def test_a_message_of_another_type_is_an_error() -> None:
+    with pytest.raises(WrongOrder, match=r"rank 0 sends send\(\[2\] float32 1\).*rank 1 expects recv\(\[2\] int32 0\)"):
+        run_ranks(misunderstand, 2)

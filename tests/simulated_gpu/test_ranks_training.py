@@ -6,14 +6,26 @@ import shutil
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
+import numpy as np
 import pytest
+import torch
 
+from hpc_rl.config.training import ModelConfig, OptimConfig, TrainingConfig
 from hpc_rl.finetune.train import parse
 from hpc_rl.finetune.trainer import train
 from hpc_rl.tracking.metrics import read_metrics
+from hpc_rl.training.checkpoints import model_state
 from hpc_rl.training.distributed import World
+from hpc_rl.training.models.causal_lm import causal_lm
+from hpc_rl.training.models.lm_head import cross_entropy_sum
+from hpc_rl.training.models.loading import load_sharded
+from hpc_rl.training.models.packed_batch import pack_samples
+from hpc_rl.training.offload import ModelOffload
+from hpc_rl.training.optim import build_optimizer
+from hpc_rl.training.sharding import begin_micro_batch, own_part
 from tests.helpers import make_tiny_model, write_chats
 from tests.simulated_gpu.ranks import Rank, run_ranks
 from tests.simulated_gpu.record import Call, Collective, note
@@ -40,6 +52,31 @@ def trained(world: World, base: Sequence[str], runs: Sequence[Run]) -> list[int]
         note("run", path.name)
         codes.append(train(*parse(["--run-dir", str(path), *base, *overrides]), world))
     return codes
+
+
+def divide_unevenly(world: World, path: str, folder: Path) -> list[float]:
+    """Be a rank whose parts of the weights differ in size, and whose weights and moments leave the device."""
+    trainer = TrainingConfig(sharding="full")
+    model = load_sharded(causal_lm(ModelConfig(path=path)), world, trainer)
+    optimizer = build_optimizer(model, OptimConfig(lr=1e-2))
+    offload = ModelOffload("all", model, optimizer)
+    losses = []
+    for number in range(3):
+        ids = np.arange(5, 30, dtype=np.int32) + number
+        batch = pack_samples([ids], [np.arange(len(ids)) > 0]).to(world.device)
+        begin_micro_batch(model, trainer, last=True)
+        with offload.computing(changed=True):
+            loss = model(batch, partial(cross_entropy_sum, targets_N=batch.targets_N, scale=1.0))
+            loss.backward()
+            offload.step()
+        optimizer.zero_grad()
+        assert all(own_part(one).untyped_storage().nbytes() == 0 for one in model.parameters())
+        losses.append(loss.item())
+    with offload.whole():
+        model_state.write(
+            folder / str(world.size), model_state.snapshot(model, optimizer, None, world, copy=True), world
+        )
+    return losses
 
 
 def series(path: Path, name: str) -> list[float]:
@@ -148,3 +185,34 @@ def test_moments_in_host_memory_move_on_a_side_stream(trained_runs: Trained) -> 
     copied = {row.subject for row in calls if row.name == "record_stream"}
     assert copied and "default" not in copied
     assert {"wait_stream", "record", "synchronize"} <= {row.name for row in calls}
+
+
+def test_ranks_that_do_not_divide_the_weights(trained_runs: Trained, tmp_path: Path) -> None:
+    """Weights and moments are in host memory between the steps, and parts of a weight are padded or empty."""
+    model = str(trained_runs.folder / "model")
+    [[expected], found] = (
+        [rank.value for rank in run_ranks(divide_unevenly, count, model, tmp_path, device="cuda")] for count in (1, 3)
+    )
+    assert found == [pytest.approx(expected, rel=2e-4)] * 3
+    one, three = (model_state.read_weights(tmp_path / str(count)) for count in (1, 3))
+    for name, weight in one.items():
+        torch.testing.assert_close(three[name], weight, atol=1e-3, rtol=1e-3, msg=name)
+
+
+def test_a_teacher_on_ranks_of_its_own(trained_runs: Trained, tmp_path: Path) -> None:
+    """Two nodes of two ranks, of which one trains. Questions and answers of both are messages between GPUs."""
+    teacher = make_tiny_model(tmp_path / "teacher", hidden=48)
+    data = [word for word in trained_runs.base if word.startswith(("data.", "model.")) and "val_files" not in word]
+    base = [*("--kind", "distill", f"teacher.path={teacher}", "trainer.device=cuda", "trainer.export=false"), *data]
+    base += ["data.val_files=" + str(trained_runs.folder / "val.jsonl"), "trainer.micro_tokens=64"]
+    kinds = {"whole": ["teacher.top_k=null"], "top": ["teacher.top_k=7"]}
+    more = ["teacher.ranks_per_node=1", "trainer.n_gpus_per_node=2", "trainer.sharding=hybrid"]
+    run_ranks(trained, 1, base, [(tmp_path / f"{name} alone", own) for name, own in kinds.items()], device="cuda")
+    runs = [(tmp_path / name, [*own, *more]) for name, own in kinds.items()]
+    ranks = run_ranks(trained, 4, base, runs, nodes=2, device="cuda")
+    assert [rank.value for rank in ranks] == [[0, 0]] * 4
+    for name in kinds:
+        assert_same(tmp_path / f"{name} alone", tmp_path / name)
+    # Rank 0 trains and asks rank 1; it sends the header of a question in host memory, and the rest between GPUs.
+    assert {row.detail for row in ranks[0].collectives if row.name in ("send", "recv")} == {"1"}
+    assert {row.detail for row in ranks[2].collectives if row.name in ("send", "recv")} == {"3"}
