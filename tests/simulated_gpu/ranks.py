@@ -29,6 +29,7 @@ import traceback
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import combinations
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
@@ -143,6 +144,36 @@ def check_same_order(records: Sequence[Sequence[Collective | Call]]) -> None:
                     )
 
 
+def check_same_turns(records: Sequence[Sequence[Collective | Call]]) -> None:
+    """Compare in what order two ranks that are in several groups take turns with them: otherwise, one rank may wait in
+    one group for the other rank, which waits in another group. `run_ranks` does this at the end.
+
+    Args:
+        records: by rank.
+
+    Raises:
+        WrongOrder: two ranks have begun collectives of their common groups in different orders in one thread.
+    """
+    for first, second in combinations(range(len(records)), 2):
+        turns = [_turns(records[rank], {first, second}) for rank in (first, second)]
+        for thread in turns[0].keys() & turns[1].keys():
+            for number, (one, other) in enumerate(zip(turns[0][thread], turns[1][thread], strict=False)):
+                if one.group != other.group:
+                    raise WrongOrder(
+                        f"turn {number}: rank {first} has begun {one} in group {one.group}, and rank {second} {other} "
+                        f"in group {other.group}"
+                    )
+
+
+def _turns(rows: Sequence[Collective | Call], both: set[int]) -> dict[str, list[Collective]]:
+    """Return the collectives of groups that have two ranks, by thread."""
+    found: dict[str, list[Collective]] = defaultdict(list)
+    for row in rows:
+        if isinstance(row, Collective) and row.name not in PAIRWISE and both <= set(row.ranks):
+            found[row.thread].append(row)
+    return found
+
+
 def missing_ranks(records: Sequence[Sequence[Collective | Call]], among: set[int] | None = None) -> str | None:
     """Return which ranks the others wait for, as text; None if no group waits.
 
@@ -221,12 +252,20 @@ class _Process:
         self.process = multiprocessing.get_context("fork").Process(target=start, args=(number, theirs), daemon=True)
         self.process.start()
         theirs.close()
-        self._file = folder / f"record-{number}"
+        self.record: list[Collective | Call] = []
+        """What it has written down, as far as `read` has read it."""
+        self._file, self._read = folder / f"record-{number}", 0
 
-    @property
-    def record(self) -> list[Collective | Call]:
-        """What it has written down so far."""
-        return parsed(self._file.read_text()) if self._file.exists() else []
+    def read(self) -> None:
+        """Read what it has written down since the last call."""
+        if not self._file.exists():
+            return
+        with self._file.open("rb") as file:
+            file.seek(self._read)
+            text, _, _ = file.read().rpartition(b"\n")  # the last line may not be complete
+        if text:
+            self._read += len(text) + 1
+            self.record += parsed(text.decode())
 
     def receive(self) -> None:
         """Take over the result, or how the process has ended without one."""
@@ -261,6 +300,7 @@ def _run(
                 for pipe in wait([rank.pipe for rank in ranks if rank.result is None], LOOK_EVERY_S):
                     next(rank for rank in ranks if rank.pipe is pipe).receive()
                 _judge(ranks, layout.deadline_s if time.monotonic() > deadline else None)
+            check_same_turns([rank.record for rank in ranks])
             return [Rank(rank.result[1], rank.record) for rank in ranks if rank.result is not None]
         except RanksError as error:
             return error  # raised here, it would end this process
@@ -276,6 +316,8 @@ def _judge(ranks: Sequence[_Process], over_s: float | None) -> None:
     Args:
         over_s: the seconds that they had, if these are over.
     """
+    for rank in ranks:
+        rank.read()
     records = [rank.record for rank in ranks]
     check_same_order(records)
     returned = {rank.number for rank in ranks if rank.result is not None}

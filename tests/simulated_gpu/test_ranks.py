@@ -82,3 +82,21 @@ def misunderstand(world: World) -> None:
 def test_a_message_of_another_type_is_an_error() -> None:
     with pytest.raises(WrongOrder, match=r"rank 0 sends send\(\[2\] float32 1\).*rank 1 expects recv\(\[2\] int32 0\)"):
         run_ranks(misunderstand, 2)
+
+
+def take_turns(world: World) -> None:
+    other = dist.new_group()
+    works = [
+        dist.all_reduce(torch.ones(1), group=group, async_op=True)
+        for group in (other, dist.group.WORLD)[:: -1 if world.rank else 1]
+    ]
+    for work in works:
+        work.wait()
+
+
+def test_another_order_of_two_groups_is_an_error() -> None:
+    """gloo does not mind. Two communicators of NCCL may wait for each other."""
+    with pytest.raises(
+        WrongOrder, match=r"turn \d+: rank 0 has begun allreduce.* in group 1, and rank 1 .* in group 0"
+    ):
+        run_ranks(take_turns, 2)
