@@ -9,6 +9,7 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
+from torch.utils._pytree import tree_map_only
 
 from tests.simulated_gpu.record import note_collective
 
@@ -73,10 +74,22 @@ def _recorded(name: str, common: Callable[..., list[torch.Tensor]]) -> Callable[
         words = [options.reduceOp.op.name] if hasattr(options, "reduceOp") else []
         if (root := getattr(options, "rootRank", None)) is not None:
             words.append(f"root {root}")
+        if name in ("send", "recv"):
+            words = [str(self._ranks[arguments[1]])]
         note_collective(name, self._name, self._ranks, common(*arguments), " ".join(words))
-        return getattr(self._gloo, name)(*arguments, **named)
+        host = [tree_map_only(torch.Tensor, _on_host, one) for one in arguments]
+        if words[:1] == ["AVG"]:  # which gloo does not have
+            options.reduceOp = dist.ReduceOp.SUM
+            divide = torch.Tensor.div_ if name.startswith("allreduce") else torch.Tensor.div
+            host[-2] = tree_map_only(torch.Tensor, lambda tensor: divide(tensor, self.size()), host[-2])
+        return getattr(self._gloo, name)(*host, **named)
 
     return collective
+
+
+def _on_host(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor of the CPU over the same memory."""
+    return tensor if tensor.device.type == "cpu" else torch.ops.simulated.host(tensor)
 
 
 for _name, _common in _COMMON.items():

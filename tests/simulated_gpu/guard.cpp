@@ -1,15 +1,28 @@
 // Lets a CPU build of torch record and compute gradients of tensors on device `cuda`: hooks and a device guard that do
 // nothing. Torch looks for both once, when it is loaded, so this library is loaded before it (LD_PRELOAD).
+#include <utility>
+
 #include <ATen/detail/CUDAHooksInterface.h>
+#include <c10/core/CPUAllocator.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 
 namespace c10::impl {
 
-// One device with one stream. Autograd asks it for the current stream and records events on it.
+constexpr DeviceIndex devices = 8;
+thread_local DeviceIndex current = 0;
+
+// Devices with one stream each. Autograd asks for the current stream and records events on it.
 struct SimulatedGuard final : NoOpDeviceGuardImpl<DeviceType::CUDA> {
-  static Device device() { return Device(DeviceType::CUDA, 0); }
+  static Device device() { return Device(DeviceType::CUDA, current); }
   static Stream stream() { return Stream(Stream::DEFAULT, device()); }
-  Device exchangeDevice(Device) const override { return device(); }
+  DeviceIndex deviceCount() const noexcept override { return devices; }
+  Device exchangeDevice(Device chosen) const override {
+    auto before = device();
+    setDevice(chosen);
+    return before;
+  }
+  void setDevice(Device chosen) const override { current = chosen.index() < 0 ? current : chosen.index(); }
+  void uncheckedSetDevice(Device chosen) const noexcept override { setDevice(chosen); }
   Device getDevice() const override { return device(); }
   Stream getStream(Device) const noexcept override { return stream(); }
   Stream getDefaultStream(Device) const override { return stream(); }
@@ -40,14 +53,15 @@ struct CUDAHooks : CUDAHooksInterface {
   bool isAvailable() const override { return true; }
   bool hasPrimaryContext(DeviceIndex) const override { return true; }
   bool hasCUDA() const override { return true; }
-  int getNumGPUs() const override { return 1; }
-  DeviceIndex deviceCount() const override { return 1; }
-  DeviceIndex current_device() const override { return 0; }
-  DeviceIndex getCurrentDevice() const override { return 0; }
-  void setCurrentDevice(DeviceIndex) const override {}
-  DeviceIndex exchangeDevice(DeviceIndex) const override { return 0; }
-  DeviceIndex maybeExchangeDevice(DeviceIndex) const override { return 0; }
+  int getNumGPUs() const override { return c10::impl::devices; }
+  DeviceIndex deviceCount() const override { return c10::impl::devices; }
+  DeviceIndex current_device() const override { return c10::impl::current; }
+  DeviceIndex getCurrentDevice() const override { return c10::impl::current; }
+  void setCurrentDevice(DeviceIndex chosen) const override { c10::impl::current = chosen; }
+  DeviceIndex exchangeDevice(DeviceIndex chosen) const override { return std::exchange(c10::impl::current, chosen); }
+  DeviceIndex maybeExchangeDevice(DeviceIndex chosen) const override { return exchangeDevice(chosen); }
   bool isPinnedPtr(const void*) const override { return false; }
+  Allocator* getPinnedMemoryAllocator() const override { return c10::GetCPUAllocator(); }
 };
 
 REGISTER_CUDA_HOOKS(CUDAHooks)

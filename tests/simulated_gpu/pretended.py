@@ -10,6 +10,7 @@ from unittest import mock
 
 import torch
 
+from hpc_rl.training.models import packed_attention
 from tests.simulated_gpu import streams
 from tests.simulated_gpu.patches import GPU_BYTES, GPU_NAME
 from tests.simulated_gpu.record import note
@@ -70,10 +71,9 @@ def _replacements(local_rank: int, on_node: int) -> Iterator[tuple[Any, dict[str
             "is_bf16_supported": lambda *_, **__: True,
             "get_rng_state": lambda *_: torch.zeros(16, dtype=torch.uint8),
             "set_rng_state": lambda *_: None,
+            "manual_seed_all": lambda _: None,
         },
     )
-    # The library asks the device of the tensors, which is the CPU here, for its streams.
-    yield torch.cpu, of_streams
     yield torch, {"Stream": streams.Stream, "Event": streams.Event}
     yield (
         torch.accelerator,
@@ -93,3 +93,36 @@ def _replacements(local_rank: int, on_node: int) -> Iterator[tuple[Any, dict[str
         },
     )
     yield torch.Tensor, {"record_stream": lambda _, stream: note("record_stream", stream.name)}
+    yield torch.UntypedStorage, {"resize_": _resize(torch.UntypedStorage.resize_)}
+    yield packed_attention, {"varlen_attn": _varlen_attention}
+
+
+def _resize(on_cpu: Any) -> Any:
+    def resize(storage: torch.UntypedStorage, size: int) -> None:
+        if storage.device.type == "cpu":
+            on_cpu(storage, size)
+        else:
+            there = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+            torch.ops.simulated.resize_storage(there, size)
+
+    return resize
+
+
+def _varlen_attention(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *bounds: Any, window_size: Any, **options: Any
+) -> torch.Tensor:
+    """Stands for torch's kernel: [tokens, heads, size] of rows whose samples begin at the first of `bounds`."""
+    assert window_size == (-1, 0)
+    lengths = bounds[0].diff().tolist()
+    samples = zip(*(x.split(lengths) for x in (query, key, value)), strict=True)
+    return torch.cat([_causal(*(x.transpose(0, 1) for x in sample), **options).transpose(0, 1) for sample in samples])
+
+
+def _causal(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, enable_gqa: bool = False, scale: float | None = None
+) -> torch.Tensor:
+    if enable_gqa:
+        key, value = (x.repeat_interleave(len(query) // len(x), dim=0) for x in (key, value))
+    scores = (query @ key.transpose(1, 2)).float() * (query.shape[-1] ** -0.5 if scale is None else scale)
+    hidden = torch.ones(scores.shape[1:], dtype=torch.bool, device=scores.device).triu(1)
+    return scores.masked_fill(hidden, -torch.inf).softmax(-1).to(value.dtype) @ value

@@ -45,7 +45,7 @@ def call_in(name: str, function: Callable[P, T], *args: P.args, **kwargs: P.kwar
         _require_tools()
         _executors[name] = ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn"))
         atexit.register(_executors[name].shutdown)
-    with _preloaded(_guard()):  # the pool starts its process at the first call
+    with _preloaded(compiled("guard.cpp")):  # the pool starts its process at the first call
         future = _executors[name].submit(_call, function, args, kwargs)
     try:
         return future.result()
@@ -85,16 +85,16 @@ def _compiler() -> str:
     return compiler
 
 
-def _guard() -> Path:
-    """Return the compiled guard.cpp. The first call compiles it, which takes some 10 s."""
+def compiled(name: str) -> Path:
+    """Return a library from a file of this folder. The first call compiles it, which takes some 10 s."""
     from torch.utils.cpp_extension import include_paths, library_paths
 
-    source = Path(__file__).with_name("guard.cpp")
+    source = Path(__file__).with_name(name)
     key = hashlib.sha256(source.read_bytes() + torch.__version__.encode()).hexdigest()[:12]
     library = Path(tempfile.gettempdir()) / f"simulated-gpu-{os.getuid()}-{key}.so"
     if not library.exists():
         partial = library.with_suffix(f".{os.getpid()}")
-        words = [_compiler(), "-std=c++20", "-shared", "-fPIC", "-O0", str(source), "-o", str(partial)]
+        words = [_compiler(), "-std=c++20", "-shared", "-fPIC", "-O1", str(source), "-o", str(partial)]
         words += [f"-I{path}" for path in include_paths("cpu")]
         words += [f"-L{path}" for path in library_paths("cpu")]
         subprocess.run([*words, "-ltorch_cpu", "-lc10"], check=True, timeout=600)

@@ -17,6 +17,7 @@ raises
 
 from __future__ import annotations
 
+import gc
 import importlib
 import multiprocessing
 import os
@@ -26,26 +27,20 @@ import tempfile
 import time
 import traceback
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
+from itertools import combinations
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from hpc_rl.host.processes import die_with_parent
 from hpc_rl.run_dir import ENV_GROUP_DIR
-from tests.simulated_gpu.process import call_in
+from tests.simulated_gpu.process import call_in, compiled
 from tests.simulated_gpu.record import PAIRWISE, Call, Collective, open_record, parsed
 
-IMPORTS = (
-    "hpc_rl.finetune.trainer",
-    "hpc_rl.training.memory_snapshot",
-    "torch.distributed.fsdp",
-    "torch.distributed.tensor",
-    "transformers.models.llama.modeling_llama",
-)
-"""What the ranks need. It is imported once, before they are forked."""
 LOOK_EVERY_S = 0.2
 """How often the records of running ranks are compared."""
 
@@ -98,6 +93,7 @@ def run_ranks(
     count: int,
     *arguments: Any,
     nodes: int = 1,
+    device: str = "cpu",
     beside: Beside | None = None,
     deadline_s: float = 300,
 ) -> list[Rank]:
@@ -106,20 +102,23 @@ def run_ranks(
     Args:
         function: a module's function. Arguments and results are pickled.
         nodes: pretended nodes, with equal numbers of ranks.
+        device: of the ranks. Tensors on `cuda` have real numbers too (kernels.cpp).
         beside: further processes, which come after the ranks in the result.
 
     Raises:
         RankFailed, WrongOrder, NotArrived: see above. No process is left.
     """
     assert count % nodes == 0, "nodes have equal numbers of ranks"
-    done = call_in("ranks", _run, function, count, arguments, count // nodes, beside, deadline_s)
+    layout = Layout(count, count // nodes, device, beside, deadline_s)
+    done = call_in("ranks", _run, function, arguments, layout, compiled("kernels.cpp"))
     if isinstance(done, RanksError):
         raise done
     return done
 
 
 def check_same_order(records: Sequence[Sequence[Collective | Call]]) -> None:
-    """Compare the collectives of all ranks, group by group. `run_ranks` does this while they run.
+    """Compare the collectives of all ranks, group by group, and the messages of each pair of ranks. `run_ranks` does
+    this while they run.
 
     Args:
         records: by rank. One that is shorter is compared as far as it goes.
@@ -137,6 +136,42 @@ def check_same_order(records: Sequence[Sequence[Collective | Call]]) -> None:
                         f"collective {number} of group {group} ({_ranks(own.ranks)}): rank {leader} has begun "
                         f"{expected}, and rank {rank} {own}"
                     )
+        for (source, target), (sent, received) in _messages(rows).items():
+            for number, (one, other) in enumerate(zip(sent, received, strict=False)):
+                if (one.shapes, one.dtype) != (other.shapes, other.dtype):
+                    raise WrongOrder(
+                        f"message {number} of group {group}: rank {source} sends {one}, rank {target} expects {other}"
+                    )
+
+
+def check_same_turns(records: Sequence[Sequence[Collective | Call]]) -> None:
+    """Compare in what order two ranks that are in several groups take turns with them: otherwise, one rank may wait in
+    one group for the other rank, which waits in another group. `run_ranks` does this at the end.
+
+    Args:
+        records: by rank.
+
+    Raises:
+        WrongOrder: two ranks have begun collectives of their common groups in different orders in one thread.
+    """
+    for first, second in combinations(range(len(records)), 2):
+        turns = [_turns(records[rank], {first, second}) for rank in (first, second)]
+        for thread in turns[0].keys() & turns[1].keys():
+            for number, (one, other) in enumerate(zip(turns[0][thread], turns[1][thread], strict=False)):
+                if one.group != other.group:
+                    raise WrongOrder(
+                        f"turn {number}: rank {first} has begun {one} in group {one.group}, and rank {second} {other} "
+                        f"in group {other.group}"
+                    )
+
+
+def _turns(rows: Sequence[Collective | Call], both: set[int]) -> dict[str, list[Collective]]:
+    """Return the collectives of groups that have two ranks, by thread."""
+    found: dict[str, list[Collective]] = defaultdict(list)
+    for row in rows:
+        if isinstance(row, Collective) and row.name not in PAIRWISE and both <= set(row.ranks):
+            found[row.thread].append(row)
+    return found
 
 
 def missing_ranks(records: Sequence[Sequence[Collective | Call]], among: set[int] | None = None) -> str | None:
@@ -174,8 +209,36 @@ def _by_group(records: Sequence[Sequence[Collective | Call]]) -> dict[str, dict[
     return groups
 
 
+def _messages(rows: Mapping[int, Sequence[Collective]]) -> dict[tuple[int, int], tuple[list[Collective], ...]]:
+    """Return what was sent from one rank to another, and what the other one received, by the pair."""
+    found: dict[tuple[int, int], tuple[list[Collective], ...]] = defaultdict(lambda: ([], []))
+    for rank, own in rows.items():
+        for row in own:
+            if row.name == "send":
+                found[rank, int(row.detail)][0].append(row)
+            elif row.name == "recv":
+                found[int(row.detail), rank][1].append(row)
+    return found
+
+
 def _ranks(numbers: Sequence[int]) -> str:
     return f"rank{'s' * (len(numbers) != 1)} {', '.join(map(str, numbers))}"
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How many ranks there are, and where."""
+
+    count: int
+    on_node: int
+    device: str
+    beside: Beside | None
+    deadline_s: float
+
+    @property
+    def processes(self) -> int:
+        """The number of processes."""
+        return self.count + (0 if self.beside is None else self.beside.count)
 
 
 class _Process:
@@ -189,12 +252,20 @@ class _Process:
         self.process = multiprocessing.get_context("fork").Process(target=start, args=(number, theirs), daemon=True)
         self.process.start()
         theirs.close()
-        self._file = folder / f"record-{number}"
+        self.record: list[Collective | Call] = []
+        """What it has written down, as far as `read` has read it."""
+        self._file, self._read = folder / f"record-{number}", 0
 
-    @property
-    def record(self) -> list[Collective | Call]:
-        """What it has written down so far."""
-        return parsed(self._file.read_text()) if self._file.exists() else []
+    def read(self) -> None:
+        """Read what it has written down since the last call."""
+        if not self._file.exists():
+            return
+        with self._file.open("rb") as file:
+            file.seek(self._read)
+            text, _, _ = file.read().rpartition(b"\n")  # the last line may not be complete
+        if text:
+            self._read += len(text) + 1
+            self.record += parsed(text.decode())
 
     def receive(self) -> None:
         """Take over the result, or how the process has ended without one."""
@@ -206,37 +277,30 @@ class _Process:
 
 
 def _run(
-    function: Callable[..., Any],
-    count: int,
-    arguments: tuple[Any, ...],
-    on_node: int,
-    beside: Beside | None,
-    deadline_s: float,
+    function: Callable[..., Any], arguments: tuple[Any, ...], layout: Layout, kernels: Path
 ) -> list[Rank] | RanksError:
     """Start the ranks from this process, which has one thread and has imported what they need."""
-    for name in IMPORTS:
-        importlib.import_module(name)
-    deadline = time.monotonic() + deadline_s
+    importlib.import_module("tests.finetune.preloaded")
+    torch.ops.load_library(kernels)
+    gc.collect()
+    gc.freeze()  # otherwise the collector of each rank would write to, and so copy, all memory that they share
+    deadline = time.monotonic() + layout.deadline_s
     with tempfile.TemporaryDirectory(prefix="ranks-") as name:
         folder = Path(name)
 
         def start(number: int, pipe: Connection) -> None:
             die_with_parent(signal.SIGKILL)
             open_record(folder / f"record-{number}")
-            if number < count:
-                call = partial(_rank, function, number, count, on_node, folder / "group", deadline_s)
-            else:
-                assert beside is not None
-                call = partial(_beside, beside, number, count)
-            pipe.send_bytes(_result_of(call, arguments))
+            pipe.send_bytes(_result_of(function, arguments, number, layout, folder / "group"))
             signal.pause()  # if it ended, those that wait for it would fail with an error of gloo
 
-        ranks = [_Process(number, folder, start) for number in range(count + (beside.count if beside else 0))]
+        ranks = [_Process(number, folder, start) for number in range(layout.processes)]
         try:
             while any(rank.result is None for rank in ranks):
                 for pipe in wait([rank.pipe for rank in ranks if rank.result is None], LOOK_EVERY_S):
                     next(rank for rank in ranks if rank.pipe is pipe).receive()
-                _judge(ranks, is_late=time.monotonic() > deadline, deadline_s=deadline_s)
+                _judge(ranks, layout.deadline_s if time.monotonic() > deadline else None)
+            check_same_turns([rank.record for rank in ranks])
             return [Rank(rank.result[1], rank.record) for rank in ranks if rank.result is not None]
         except RanksError as error:
             return error  # raised here, it would end this process
@@ -246,8 +310,14 @@ def _run(
                 rank.process.join()
 
 
-def _judge(ranks: Sequence[_Process], is_late: bool, deadline_s: float) -> None:
-    """Raise what is wrong with the ranks so far."""
+def _judge(ranks: Sequence[_Process], over_s: float | None) -> None:
+    """Raise what is wrong with the ranks so far.
+
+    Args:
+        over_s: the seconds that they had, if these are over.
+    """
+    for rank in ranks:
+        rank.read()
     records = [rank.record for rank in ranks]
     check_same_order(records)
     returned = {rank.number for rank in ranks if rank.result is not None}
@@ -256,49 +326,45 @@ def _judge(ranks: Sequence[_Process], is_late: bool, deadline_s: float) -> None:
             raise RankFailed(f"rank {rank.number}: {rank.result[1]}")
     if returned and (text := missing_ranks(records, among=returned)):
         raise NotArrived(f"{text} (the former have returned)")
-    if is_late:
+    if over_s is not None:
         running = [rank.number for rank in ranks if rank.result is None]
         waiting = missing_ranks(records) or "no group waits for a rank"
-        raise NotArrived(f"after {deadline_s:g} s, {_ranks(running)} have not returned; {waiting}")
+        raise NotArrived(f"after {over_s:g} s, {_ranks(running)} have not returned; {waiting}")
 
 
-def _result_of(call: Callable[..., Any], arguments: tuple[Any, ...]) -> bytes:
-    """Return the result of a process, pickled."""
+def _result_of(
+    function: Callable[..., Any], arguments: tuple[Any, ...], number: int, layout: Layout, group: Path
+) -> bytes:
+    """Be one process; return its result, pickled."""
     try:
-        return pickle.dumps((True, call(*arguments)))
-    except BaseException:  # noqa: BLE001 - raised in the process of the test
+        if number < layout.count:
+            return pickle.dumps((True, _be_rank(function, arguments, number, layout, group)))
+        return pickle.dumps((True, _be_beside(arguments, number, layout)))
+    except BaseException:  # noqa: BLE001  # raised in the process of the test
         return pickle.dumps((False, traceback.format_exc()))
 
 
-def _rank(
-    function: Callable[..., Any],
-    rank: int,
-    count: int,
-    on_node: int,
-    group: Path,
-    deadline_s: float,
-    *arguments: Any,
-) -> Any:
-    """Be one rank."""
+def _be_rank(function: Callable[..., Any], arguments: tuple[Any, ...], rank: int, layout: Layout, group: Path) -> Any:
     from hpc_rl.training import distributed
     from tests.simulated_gpu.groups import recorded_groups
     from tests.simulated_gpu.pretended import pretended_gpu
 
     os.environ |= {
         "RANK": str(rank),
-        "WORLD_SIZE": str(count),
-        "LOCAL_RANK": str(rank % on_node),
-        "LOCAL_WORLD_SIZE": str(on_node),
+        "WORLD_SIZE": str(layout.count),
+        "LOCAL_RANK": str(rank % layout.on_node),
+        "LOCAL_WORLD_SIZE": str(layout.on_node),
         ENV_GROUP_DIR: str(group),
     }
-    with recorded_groups(), pretended_gpu(rank % on_node, on_node):
-        world = distributed.start("cpu", start_timeout_s=int(deadline_s))
+    with recorded_groups(), pretended_gpu(rank % layout.on_node, layout.on_node):
+        world = distributed.start(layout.device, start_timeout_s=int(layout.deadline_s))
         return function(world, *arguments)
 
 
-def _beside(beside: Beside, number: int, ranks: int, *arguments: Any) -> Any:
+def _be_beside(arguments: tuple[Any, ...], number: int, layout: Layout) -> Any:
     """Be a process beside the ranks, with a GPU of its own."""
     from tests.simulated_gpu.pretended import pretended_gpu
 
-    with pretended_gpu(number - ranks, beside.count):
-        return beside.function(number, *arguments)
+    assert layout.beside is not None
+    with pretended_gpu(number - layout.count, layout.beside.count):
+        return layout.beside.function(number, *arguments)

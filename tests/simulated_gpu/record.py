@@ -29,7 +29,7 @@ class Collective(NamedTuple):
     thread: str
     """The thread: the background writer has its own group."""
     detail: str = ""
-    """Root and operation."""
+    """Root and operation; of send and recv the other rank."""
 
     @property
     def in_common(self) -> tuple[Any, ...]:
@@ -89,16 +89,15 @@ def note_collective(
 
 
 def parsed(text: str) -> list[Collective | Call]:
-    """Return the record that a file has. A line that is not complete is left out."""
+    """Return the record that some lines of a file have."""
     found: list[Collective | Call] = []
-    for line in text.splitlines(keepends=True):
-        if line.endswith("\n"):
-            values = json.loads(line)
-            if len(values) == len(Call._fields):
-                found.append(Call(*values))
-            else:
-                name, group, ranks, shapes, *rest = values
-                found.append(Collective(name, group, tuple(ranks), tuple(map(tuple, shapes)), *rest))
+    for line in text.splitlines():
+        values = json.loads(line)
+        if len(values) == len(Call._fields):
+            found.append(Call(*values))
+        else:
+            name, group, ranks, shapes, *rest = values
+            found.append(Collective(name, group, tuple(ranks), tuple(map(tuple, shapes)), *rest))
     return found
 
 

@@ -11,17 +11,17 @@ from tests.simulated_gpu.ranks import NotArrived, RankFailed, WrongOrder, run_ra
 
 
 def exchange(world: World, factor: int) -> list[float]:
-    total = torch.full((2,), float(world.rank * factor))
+    total = torch.full((2,), float(world.rank * factor), device=world.device)
     stream = torch.cuda.Stream(name="side")
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
         dist.all_reduce(total)
     dist.barrier()
-    return [*total.tolist(), world.ranks_per_node, torch.cuda.current_device()]
+    return [*total.tolist(), world.ranks_per_node, total.device.index]
 
 
 def test_results_and_records_are_in_the_order_of_ranks() -> None:
-    results = run_ranks(exchange, 4, 10, nodes=2)
+    results = run_ranks(exchange, 4, 10, nodes=2, device="cuda")
     assert [rank.value for rank in results] == [[60, 60, 2, 0], [60, 60, 2, 1]] * 2
     for rank in results:
         *_, total, barrier = rank.collectives
@@ -70,3 +70,33 @@ def invert(world: World) -> None:
 def test_another_order_is_an_error() -> None:
     with pytest.raises(WrongOrder, match=r"rank 0 has begun allreduce\(\[2\] float32 SUM\).*and rank 1 .*MAX"):
         run_ranks(invert, 2)
+
+
+def misunderstand(world: World) -> None:
+    if world.rank == 0:
+        dist.send(torch.ones(2), 1)
+    else:
+        dist.recv(torch.ones(2, dtype=torch.int32), 0)
+
+
+def test_a_message_of_another_type_is_an_error() -> None:
+    with pytest.raises(WrongOrder, match=r"rank 0 sends send\(\[2\] float32 1\).*rank 1 expects recv\(\[2\] int32 0\)"):
+        run_ranks(misunderstand, 2)
+
+
+def take_turns(world: World) -> None:
+    other = dist.new_group()
+    works = [
+        dist.all_reduce(torch.ones(1), group=group, async_op=True)
+        for group in (other, dist.group.WORLD)[:: -1 if world.rank else 1]
+    ]
+    for work in works:
+        work.wait()
+
+
+def test_another_order_of_two_groups_is_an_error() -> None:
+    """gloo does not mind. Two communicators of NCCL may wait for each other."""
+    with pytest.raises(
+        WrongOrder, match=r"turn \d+: rank 0 has begun allreduce.* in group 1, and rank 1 .* in group 0"
+    ):
+        run_ranks(take_turns, 2)
