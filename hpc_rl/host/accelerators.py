@@ -35,8 +35,8 @@ class Accelerator:
     interface: str
     """Variable of the collective library for the network interface, with the form of an exact name."""
     hidden: str = "-1"
-    """Value of the variables in `visible` that hides all devices. An empty one hides none from HIP
-    (rocclr/device/rocm/rocdevice.cpp), but it is the one of CUDA that vLLM understands (vllm/platforms/interface.py)."""
+    """Value of the variables in `visible` that hides all devices. HIP takes an empty one for none
+    (rocclr/device/rocm/rocdevice.cpp); of CUDA's, vLLM understands only that one (vllm/platforms/interface.py)."""
     collectives: Mapping[str, str] = field(default_factory=dict)
     """Other variables of the collective library."""
     resource: str = "GPU"

@@ -1,7 +1,7 @@
 """Ranks of gloo that print the time limits of what they wait for.
 
-    python time_limits.py groups       # of their groups and of the store
-    python time_limits.py rank0        # rank 1 waits for a key of rank 0 that never comes, as NCCL does to connect
+python time_limits.py groups       # of their groups and of the store
+python time_limits.py rank0        # rank 1 waits for a key of rank 0 that never comes, as NCCL does to connect
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import sys
 import time
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
@@ -16,26 +17,21 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
 
 from hpc_rl.training import distributed, sharding
-from hpc_rl.training.distributed import World
 
 
 def limits_of_groups() -> dict[str, list[float]]:
     """Return the limit of each group in seconds, once for each of its backends."""
+    distributed._COLLECTIVE_TIMEOUT = timedelta(seconds=1234)  # gloo's own default is equal to ours
     world = distributed.start("cpu", start_timeout_s=600)
     half = world.part([rank for rank in range(4) if rank // 2 == world.rank // 2], 2)
     patient = world.part(range(4), 4, backend="gloo", timeout=timedelta(days=7))
     own = {"all": dist.group.WORLD, "a half": half.group, "all, longer": patient.group}
     for sharded in ("none", "hybrid", "full"):
-        for name, ranks in (("the job", replaced(world)), ("a half", half)):
+        for name, ranks in (("the job", replace(world, ranks_per_node=2)), ("a half", half)):
             mesh = sharding._mesh(sharded, ranks, ranks.group)
             own |= {f"{sharded} of {name}, {axis}": mesh.get_group(axis) for axis in mesh.mesh_dim_names or ()}
     found = {name: limits(group) for name, group in own.items()}
     return {**found, "the store": [_get_default_store().timeout.total_seconds()]}
-
-
-def replaced(world: World) -> World:
-    """Return the world as if there were two nodes."""
-    return World(world.rank, world.size, world.device, ranks_per_node=2)
 
 
 def limits(group: Any) -> list[float]:
