@@ -133,8 +133,8 @@ def compare(records: Mapping[int, Record], expected: Collection[int] = ()) -> li
     found: list[tuple[int, Finding]] = []
     if absent:
         waiting = "; ".join(_waiting(records))
-        line = f"{_ranks(absent)} left no record: ended, or hangs outside of torch.distributed. {waiting}"
-        found.append((1, Finding(line, tuple(absent))))
+        ended = f"{_ranks(absent)} left no record: ended, or hangs outside of torch.distributed. {waiting}"
+        found.append((1, Finding(ended, tuple(absent))))
     groups = {name: _views(name, records) for name in sorted({name for record in records.values() for name in record})}
     held_up = {rank for views in groups.values() for rank in _held_up(views)}
     held_up |= {rank for rank, record in records.items() if any(group.waits for group in record.values())}

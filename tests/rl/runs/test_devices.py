@@ -11,8 +11,9 @@ from pathlib import Path
 from tests.rl.runs import devices_seen
 
 TIMEOUT_S = 600
+CUDA = "CUDA_VISIBLE_DEVICES"
 NONE = {
-    "CUDA_VISIBLE_DEVICES": "",
+    CUDA: "",
     "HIP_VISIBLE_DEVICES": "-1",
     "ZE_AFFINITY_MASK": "-1",
     "ASCEND_RT_VISIBLE_DEVICES": "-1",
@@ -22,7 +23,7 @@ NONE = {
 def test_a_process_sees_its_own_gpus_and_no_others(tmp_path: Path) -> None:
     """The job has GPUs 4 and 5 of its node."""
     own = {name: value for name, value in os.environ.items() if not name.startswith(("RAY_", "HPC_RL_"))}
-    environ = {**own, CUDA: "4,5", "HF_HUB_OFFLINE": "1"}
+    environ = {**own, CUDA: "4,5", "HF_HUB_OFFLINE": "1", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     command = [sys.executable, devices_seen.__file__, str(tmp_path)]
     done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
     assert done.returncode == 0, done.stderr
