@@ -8,9 +8,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
-from hpc_rl.doctor import flight_recorder
 from hpc_rl.doctor.known_failures import ANY_EXCEPTION, KNOWN_FAILURES, Kind, KnownFailure
 from hpc_rl.errors import EXIT_BAD_INPUT, UserError
+from hpc_rl.host import flight_records
 from hpc_rl.run_dir import RunDir
 from hpc_rl.runs.status import STOPPED, RunStatus, status_of
 from hpc_rl.tracking.metrics import MOST_STEPS, read_thinned
@@ -225,7 +225,7 @@ def _other_texts(run: RunDir, status: RunStatus, most_files: int) -> Iterator[Lo
         yield LogText(str(run.metrics), read_ends(run.metrics))
     for attempt in run.attempts()[-1:]:
         if most_files >= MOST_FILES or len(list(attempt.glob("flight-*"))) <= most_files:
-            yield LogText(str(attempt), "\n".join(flight_recorder.explanations(attempt)))
+            yield LogText(str(attempt), "\n".join(flight_records.explanations(attempt)))
         logs = sorted(path for path in attempt.rglob("*") if path.suffix in _LOG_SUFFIXES and path.is_file())
         for path in sorted(logs, key=lambda path: path.parent != attempt)[:most_files]:
             yield LogText(str(path), read_ends(path), "own" if path.parent == attempt else "ray")

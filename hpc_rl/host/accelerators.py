@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 import shutil
 import subprocess
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
@@ -34,6 +34,9 @@ class Accelerator:
     """Variables with which a user stops Ray from setting it (ray/_private/accelerators), without their prefix."""
     interface: str
     """Variable of the collective library for the network interface, with the form of an exact name."""
+    hidden: str = "-1"
+    """Value of the variables in `visible` that hides all devices. HIP takes an empty one for none
+    (rocclr/device/rocm/rocdevice.cpp); of CUDA's, vLLM understands only that one (vllm/platforms/interface.py)."""
     collectives: Mapping[str, str] = field(default_factory=dict)
     """Other variables of the collective library."""
     resource: str = "GPU"
@@ -54,6 +57,7 @@ ACCELERATORS: tuple[Accelerator, ...] = (
         device="cuda",
         visible=("CUDA_VISIBLE_DEVICES",),
         noset=("CUDA_VISIBLE_DEVICES",),
+        hidden="",
         interface="NCCL_SOCKET_IFNAME==",  # without the second sign, NCCL takes the name as a prefix
         collectives={"NCCL_DEBUG": "WARN"},
         command=("nvidia-smi", "-L"),
@@ -89,6 +93,9 @@ ACCELERATORS: tuple[Accelerator, ...] = (
         files=("dev/davinci_manager", "dev/davinci[0-9]*"),
     ),
 )
+ENV_RAY_HIDES = "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO"
+"""Variable with which Ray hides all devices (1), or leaves those of its node (0), to a process without any
+(set_visible_accelerator_ids in ray/_private/utils.py). Its default depends on the version: 1 in 2.52, 0 in 2.60."""
 _NOSET = "RAY_EXPERIMENTAL_NOSET_"
 _NONE = ("", "-1", "NoDevFiles")
 """Values of the variables that hide all devices."""
@@ -132,6 +139,21 @@ def unrestricted_by_ray(environ: Mapping[str, str]) -> Accelerator | None:
         if any(environ.get(_NOSET + name, "") not in ("", "0") for name in row.noset):
             return row
     return None
+
+
+def show_assigned(environ: MutableMapping[str, str], assigned: Sequence[str]) -> None:
+    """Let a process see the devices that Ray assigned to it and no others. Call this before a library looks for them.
+
+    Ray 2.60 leaves all devices of the node to a process without any, Ray 2.52 hides them by an empty list, which does
+    not hide them from HIP, and neither does anything if the user stops it (`unrestricted_by_ray`).
+
+    Args:
+        assigned: their ids; empty if the process has none.
+    """
+    if not assigned:
+        environ.update({row.visible[0]: row.hidden for row in ACCELERATORS})
+    elif row := unrestricted_by_ray(environ):
+        environ[row.visible[0]] = ",".join(assigned)
 
 
 def collective_defaults(device: str, interface: str | None = None) -> dict[str, str]:

@@ -1,7 +1,8 @@
 """The stacks of a process, written when another process asks for them by a signal.
 
 Python's faulthandler writes them within the signal handler, in C, so that this works while a thread is blocked in a
-library. A thread then calls what else was registered, such as the flight recorder, and marks the end.
+library. A thread then calls what else was registered, such as the flight recorder, and marks the end. Slow calls come
+after it.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import faulthandler
 import os
 import signal
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 SIGNAL = signal.SIGRTMIN + 11
@@ -20,6 +21,7 @@ SUFFIX = ".stacks"
 END = b"(end of the stacks)\n"
 
 _registered: list[Callable[[], object]] = []
+_slow: list[Callable[[], object]] = []
 
 
 def answer_requests(path: Path) -> None:
@@ -34,9 +36,13 @@ def answer_requests(path: Path) -> None:
     threading.Thread(target=_finish, args=(read, file), name="stacks", daemon=True).start()
 
 
-def on_request(call: Callable[[], object]) -> None:
-    """Have a function called after the stacks are written, in a thread of its own."""
-    _registered.append(call)
+def on_request(call: Callable[[], object], is_slow: bool = False) -> None:
+    """Have a function called after the stacks are written, in a thread of its own.
+
+    Args:
+        is_slow: whether the one who has asked shall not wait for it.
+    """
+    (_slow if is_slow else _registered).append(call)
 
 
 def asked(pid: int) -> bool:
@@ -56,7 +62,12 @@ def _finish(signals: int, file: int) -> None:
     while numbers := os.read(signals, 1):
         if numbers[0] != SIGNAL:
             continue
-        for call in _registered:
-            with contextlib.suppress(Exception):  # the stacks matter more
-                call()
+        _call(_registered)
         os.write(file, END)
+        _call(_slow)
+
+
+def _call(registered: Sequence[Callable[[], object]]) -> None:
+    for call in registered:
+        with contextlib.suppress(Exception):  # the stacks matter more
+            call()

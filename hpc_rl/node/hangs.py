@@ -19,7 +19,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from hpc_rl.host import flight_records
 from hpc_rl.host.files import write_atomically
+from hpc_rl.host.flight_records import Finding
 from hpc_rl.host.heartbeat import SUFFIX, Beat, read_beat
 from hpc_rl.host.processes import descendants
 from hpc_rl.host.walltime import RESERVE_S, WalltimeEnd, job_end, unlimited
@@ -32,10 +34,11 @@ LONGEST_LOOK_S = 5.0
 """Longest interval between two looks."""
 GATHER_S = 2 * (EXCHANGE_S + LONGEST_LOOK_S) + stack_files.ANSWER_S + stack_files.PY_SPY_S + 5.0
 """How long a node waits for what the others see: they hear of a hang over node 0, and then collect their stacks."""
-CONCLUDE_S = stack_files.ANSWER_S + stack_files.PY_SPY_S + GATHER_S + 5.0
+CLAIMED_S = 60.0
+"""How long a node waits for the reason after another one has said that it writes it, and reads the flight records of
+all ranks: 2 MB each."""
+CONCLUDE_S = stack_files.ANSWER_S + stack_files.PY_SPY_S + GATHER_S + CLAIMED_S + 5.0
 """How long a conclusion may take."""
-CLAIMED_S = 5.0
-"""How long a node waits for the reason after another one has said that it writes it."""
 HANG = ".hang"
 _CLAIM = ".hang-found"
 UNTOLD = "another node found a hang, and ended before it could name the process"
@@ -51,6 +54,8 @@ class Place:
     node_rank: int
     beats: Path
     """Folder of this node's beats."""
+    device: str = "cpu"
+    """torch's name of the devices on which the job computes."""
 
     @property
     def node(self) -> str:
@@ -68,7 +73,7 @@ class HangWatch:
         self._place = place
         self._hang_timeout_s = hang_timeout_s
         self._walltime = Walltime(place.attempt_dir.parent / "stop", job_end)
-        self._vigil = Vigil(place.node, hang_timeout_s)
+        self._vigil = Vigil(place.node, hang_timeout_s, on_gpu=place.device != "cpu")
         self._pulses = Pulses(place.attempt_dir, place.nodes, place.node_rank)
         self._look_s = min(LONGEST_LOOK_S, hang_timeout_s / 5)
         self._exchange_s = min(EXCHANGE_S, hang_timeout_s / 3)
@@ -87,11 +92,8 @@ class HangWatch:
 
     def concluded(self) -> bool:
         """Return whether some node has concluded that the job hangs. Call it after `close`."""
-        reason, claim = (self._place.attempt_dir / name for name in (HANG, _CLAIM))
-        deadline = time.monotonic() + CLAIMED_S
-        while claim.exists() and not reason.exists() and time.monotonic() < deadline:
-            time.sleep(_GATHER_POLL_S)
-        return self.found or reason.exists()
+        self._await_reason()
+        return self.found or (self._place.attempt_dir / HANG).exists()
 
     def close(self) -> None:
         """Stop watching, after a conclusion that has begun, and tell the other nodes that this one ends."""
@@ -119,7 +121,7 @@ class HangWatch:
         names = {pid: stack_files.name_of(pid) for pid, state in states.items() if state in silence.STOPPED}
         sights = self._vigil.look(read_beats(self._place.beats), states, names, elapsed_s)
         finding = self._walltime.finding(elapsed_s)
-        is_found = bool(finding) or silence.culprit(sights) is not None
+        is_found = bool(finding) or any(sight.is_suspect for sight in sights)
         self._since_exchange_s += elapsed_s
         if not is_found and self._since_exchange_s < self._exchange_s:
             return False
@@ -162,13 +164,22 @@ class HangWatch:
         own = Pulse(finds_hang=True, has_collected=True, finding=finding, sights=collected)
         with contextlib.suppress(OSError):
             self._pulses.publish(own)
-        line = verdict([own, *self._gather()]) or UNTOLD
+        gathered = self._gather()
         if not _is_first(place.attempt_dir):
+            self._await_reason()  # the job ends with the first node that leaves
             return
+        line = verdict([own, *gathered], records_of(place.attempt_dir)) or UNTOLD
         with contextlib.suppress(OSError):
             write_atomically(place.attempt_dir / HANG, f"{line}\n")
         print(f"hpc-rl: hang: {line}; the stacks of all processes are in {place.attempt_dir / stack_files.FOLDER}",
               flush=True)  # fmt: skip
+
+    def _await_reason(self) -> None:
+        """Wait until the node that has begun to write the reason has done so, at most CLAIMED_S seconds."""
+        reason, claim = (self._place.attempt_dir / name for name in (HANG, _CLAIM))
+        deadline = time.monotonic() + CLAIMED_S
+        while claim.exists() and not reason.exists() and time.monotonic() < deadline:
+            time.sleep(_GATHER_POLL_S)
 
     def _gather(self) -> list[Pulse]:
         """Return what the other nodes see, as soon as all have answered or GATHER_S seconds have passed."""
@@ -235,15 +246,35 @@ def watching(place: Place, hang_timeout_s: float) -> Iterator[HangWatch]:
         watch.close()
 
 
-def verdict(pulses: Sequence[Pulse]) -> str:
-    """Return the one line that names what hangs, from what all nodes see."""
+def verdict(pulses: Sequence[Pulse], records: Sequence[Finding] = ()) -> str:
+    """Return the one line that names what hangs, from what all nodes see.
+
+    Args:
+        records: what the flight records show, the most likely cause first.
+    """
     sights = [sight for pulse in pulses for sight in pulse.sights]
     found = next((pulse.finding for pulse in pulses if pulse.finding), "")
-    culprit = silence.culprit(sights)
-    if culprit is not None and (culprit.is_stopped or not found):
-        return silence.described(culprit, sights)
-    suspect = silence.most_silent(sights) if found.startswith(Walltime.MARK) else None
-    return f"{found}: {silence.described(suspect, sights)}" if suspect else found
+    ends = found.startswith(Walltime.MARK)
+    late = next((finding for finding in records if finding.ranks), Finding(""))
+    culprits = silence.culprits(sights, late.names, before_limit=ends)
+    is_stopped = any(sight.is_stopped and sight.is_suspect for sight in culprits)
+    if not culprits or (found and not ends and not is_stopped):
+        return found
+    if len(culprits) > 1:
+        line, shown = silence.not_known(culprits), next((finding.line for finding in records), "")
+    else:
+        line, shown = silence.described(culprits[0], sights), late.line if culprits[0].name in late.names else ""
+    line = f"{line}; {shown}" if shown and not culprits[0].is_stopped else line
+    return f"{found}: {line}" if found and not is_stopped else line
+
+
+def records_of(attempt_dir: Path) -> list[Finding]:
+    """Return the first finding of each pool in the flight records of an attempt, or none if they cannot be read."""
+    found: dict[str, Finding] = {}
+    with contextlib.suppress(OSError):
+        for finding in flight_records.findings(attempt_dir):
+            found.setdefault(finding.pool, finding)
+    return list(found.values())
 
 
 def read_beats(folder: Path) -> dict[int, Beat]:

@@ -7,7 +7,8 @@ A process that waits for others is judged together with them: only if nobody wor
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+import re
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from hpc_rl.host.heartbeat import RUN, Beat
@@ -28,6 +29,9 @@ PATIENCE = 10
 STOPPED = ("T", "t")
 """States in proc(5) of a process that has received SIGSTOP, or that a debugger holds."""
 BLOCKED = "D"
+_RANK = re.compile(r"rank \d+(.*)")
+"""Name of a rank, and its pool. Ranks of a pool wait for each other, and engines do not."""
+MOST_NAMES = 4
 
 
 @dataclass(frozen=True)
@@ -48,6 +52,9 @@ class Sight:
     waits: bool = False
     in_collective: bool | None = None
     """Whether its stacks show that it waits for other ranks; None if it has not shown its stacks."""
+    on_gpu: bool = False
+    """Whether the job computes on GPUs. A process that reads a value from its GPU waits there for what it has started
+    before, a collective too, and its stacks do not show for what."""
 
     @property
     def is_stopped(self) -> bool:
@@ -58,6 +65,11 @@ class Sight:
         """Whether it is silent for too long."""
         return (self.is_stopped or not self.waits) and self.silent_s > self.limit_s
 
+    @property
+    def is_open(self) -> bool:
+        """Whether its stacks leave open if it waits for others."""
+        return self.on_gpu and self.in_collective is False and not self.waits and not self.is_stopped
+
 
 class Vigil:
     """What the processes of one node have recorded, from look to look.
@@ -65,10 +77,12 @@ class Vigil:
     Args:
         node: its name.
         hang_timeout_s: trainer.hang_timeout_s.
+        on_gpu: whether the job computes on GPUs.
     """
 
-    def __init__(self, node: str, hang_timeout_s: float) -> None:
+    def __init__(self, node: str, hang_timeout_s: float, on_gpu: bool = False) -> None:
         self._node = node
+        self._on_gpu = on_gpu
         self._hang_timeout_s = hang_timeout_s
         self._beats: dict[int, Beat] = {}
         self._silent_s: dict[int, float] = {}
@@ -122,9 +136,8 @@ class Vigil:
             silent_s, limit_s = self._silent_s[pid], self.limit_s(beat)
         if beat is None:
             return Sight(names.get(pid, f"process {pid}"), self._node, pid, silent_s, limit_s, state)
-        return Sight(
-            beat.name, self._node, pid, silent_s, limit_s, state, phase=beat.phase, step=beat.step, waits=beat.waits
-        )
+        seen = Sight(beat.name, self._node, pid, silent_s, limit_s, state, on_gpu=self._on_gpu)
+        return replace(seen, phase=beat.phase, step=beat.step, waits=beat.waits)
 
 
 def quiet_s(sights: Sequence[Sight]) -> float | None:
@@ -137,33 +150,47 @@ def quiet_s(sights: Sequence[Sight]) -> float | None:
     return min((sight.silent_s for sight in sights if sight.phase), default=math.inf)
 
 
-def culprit(sights: Iterable[Sight]) -> Sight | None:
-    """Return the process that most likely keeps the others waiting; None if no process is silent for too long.
+def culprits(sights: Iterable[Sight], late: Collection[str] = (), before_limit: bool = False) -> list[Sight]:
+    """Return the process that keeps the others waiting; several if it is not known which of these it is.
 
-    A stopped one comes first, then one that waits for no other rank, then the one that has been silent for longest.
-    If all that are silent for too long wait for other ranks, a rank that does not wait counts too if it has been silent
-    for longer than the shortest of their limits, even if its own limit is longer.
+    A stopped one comes first, then one for which the others wait according to the flight records, then one that waits
+    for no other rank, then the one that has been silent for longest. If all that are silent for too long wait for other
+    ranks, a rank that does not wait counts too if it has been silent for longer than the shortest of their limits, even
+    if its own limit is longer. On GPUs, stacks can leave open which of several processes waits.
+
+    Args:
+        late: names of the ranks for which others wait according to the flight records.
+        before_limit: whether a process counts before its limit too.
+
+    Returns:
+        an empty list if no process is silent for too long.
     """
     seen = list(sights)
-    suspects = [sight for sight in seen if sight.is_suspect]
-    if suspects and all(sight.in_collective for sight in suspects):
+    suspects = [sight for sight in seen if sight.is_suspect or (before_limit and (sight.is_stopped or not sight.waits))]
+    if not suspects:
+        return []
+    if all(sight.in_collective for sight in suspects):
         shortest_s, step = min(sight.limit_s for sight in suspects), suspects[0].step
         suspects += [
             sight
             for sight in seen
             if sight.in_collective is False and not sight.waits and sight.step == step and sight.silent_s > shortest_s
         ]
-    return max(suspects, key=_blame, default=None)
+    named = [sight for sight in seen if sight.name in late and not sight.waits and not sight.in_collective]
+    if named and not any(sight.is_stopped for sight in suspects):
+        return [max(named, key=_blame)]
+    worst = max(suspects, key=_blame)
+    return [worst, *(sight for sight in seen if sight != worst and _may_wait(worst, sight))]
 
 
-def _blame(sight: Sight) -> tuple[bool, bool, bool, float]:
-    return sight.is_stopped, bool(sight.phase), not sight.in_collective, sight.silent_s
+def _may_wait(worst: Sight, other: Sight) -> bool:
+    """Return whether two processes are ranks of one pool of which either may wait for the other."""
+    teams = [_RANK.fullmatch(sight.name) for sight in (worst, other) if sight.is_open]
+    return len(teams) == 2 and None not in teams and len({team[1] for team in teams if team}) == 1
 
 
-def most_silent(sights: Iterable[Sight]) -> Sight | None:
-    """Return the process that would be the culprit if all limits were over."""
-    found = [sight for sight in sights if sight.is_stopped or not sight.waits]
-    return max(found, key=_blame, default=None)
+def _blame(sight: Sight) -> tuple[bool, bool, bool, bool, float]:
+    return sight.is_stopped, bool(sight.phase), not sight.in_collective, not sight.is_open, sight.silent_s
 
 
 def waiting_driver(sights: Iterable[Sight]) -> Sight | None:
@@ -183,6 +210,19 @@ def described(sight: Sight, all_sights: Iterable[Sight] = ()) -> str:
     elif sight.state == BLOCKED:
         who += " is blocked in the kernel, usually by a file system"
     return f"{who}: no sign of life for {sight.silent_s:.0f} s{where}"
+
+
+def not_known(sights: Sequence[Sight]) -> str:
+    """Return what is known of processes of which one keeps the others waiting."""
+    names = [f"{sight.name} on node {sight.node}" for sight in sights]
+    more = [f"{len(names) - MOST_NAMES} more"] if len(names) > MOST_NAMES else []
+    places = sorted({f"{sight.phase} of step {sight.step}" if sight.step else sight.phase for sight in sights})
+    shortest_s, longest_s = min(sight.silent_s for sight in sights), max(sight.silent_s for sight in sights)
+    return (
+        f"{', '.join(names[:MOST_NAMES] + more)}: no sign of life for {shortest_s:.0f} to {longest_s:.0f} s in "
+        f"{', '.join(places[:MOST_NAMES])}; which of them keeps the others waiting is not known: the stacks of "
+        "processes that wait for a GPU do not show it, and the flight records do not either"
+    )
 
 
 def with_collectives(sights: Iterable[Sight], in_collective: Mapping[int, bool]) -> list[Sight]:

@@ -24,7 +24,8 @@ COMMAND_S = 2.0
 """How long the kernel may take to give the command line of a process."""
 _POLL_S = 0.1
 _MAIN_THREAD = re.compile(r"^(?:Current thread|Thread) 0x", re.MULTILINE)
-_DISTRIBUTED = re.compile(r'File ".*/torch/distributed/')
+_DISTRIBUTED = re.compile(r'File ".*/(?:torch|vllm)/distributed/(?!checkpoint/)')
+"""Code that waits for other processes. Reading and writing checkpoints waits for a file system as well."""
 _AUTOGRAD = re.compile(r'File ".*/torch/autograd/graph\.py"')
 
 
@@ -65,7 +66,11 @@ def await_answers(answers: Path, asked: Sequence[int]) -> dict[int, str]:
 
 
 def waits_for_others(text: str) -> bool:
-    """Return whether stacks of faulthandler show that the main thread, which is the last one, is in a collective."""
+    """Return whether stacks of faulthandler show that the main thread, which is the last one, is in a collective.
+
+    On a GPU, collectives return at once. The thread then waits at the next line that reads a value of the GPU, which
+    can be any line.
+    """
     *others, main = [block for block in _MAIN_THREAD.split(text) if block.strip()] or [""]
     if _DISTRIBUTED.search(main):
         return True

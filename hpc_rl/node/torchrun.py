@@ -51,7 +51,7 @@ def _take_part(allocation: Allocation, meeting: Meeting, options: argparse.Names
         environ = process_environment(os.environ, allocation, options, interface, scratch) | place
         command = torchrun_command(allocation, processes, str(scratch), options.program)
         shown = ShownLog(log_path(meeting.attempt_dir, 0, 0), "rank 0")
-        watched = Place(meeting.attempt_dir, meeting.nodes, rank, scratch / BEATS)
+        watched = Place(meeting.attempt_dir, meeting.nodes, rank, scratch / BEATS, options.device)
         with meeting.log(rank).open("ab") as log:
             asked_to_end = heed_signals(meeting)
             child = start(command, environ, log)

@@ -42,7 +42,7 @@ def main() -> None:
     device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
     backend = dist.get_default_backend_for_device(device)
     store, rank, ranks = distributed.meet(TIMEOUT_S)
-    dist.init_process_group(backend, store=store, rank=rank, world_size=ranks, timeout=timedelta(seconds=TIMEOUT_S))
+    distributed.join(backend, store, rank, ranks, timedelta(seconds=TIMEOUT_S))
     if device.type != "cpu":
         device = torch.device(device.type, rank % torch.accelerator.device_count())
         torch.accelerator.set_device_index(device)

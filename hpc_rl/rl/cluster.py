@@ -19,7 +19,7 @@ from hpc_rl.config.compose import dump
 from hpc_rl.config.generate import GenerateConfig
 from hpc_rl.config.ppo import PpoConfig
 from hpc_rl.errors import UserError
-from hpc_rl.host.accelerators import collective_defaults
+from hpc_rl.host.accelerators import ENV_RAY_HIDES, collective_defaults
 from hpc_rl.host.counted import counted
 from hpc_rl.host.deaths import remember_oom_kills
 from hpc_rl.host.environment import tokenizer_defaults
@@ -202,7 +202,7 @@ def new_attempt(run: RunDir, config: DriverConfig) -> Path:
 def worker_environment(config: DriverConfig) -> dict[str, str]:
     """Return the variables that every process of the run needs. A variable that the user exported keeps its value."""
     device = config.trainer.computes_on
-    quiet_and_equal = {"VLLM_LOGGING_LEVEL": "WARN", "RAY_worker_niceness": "0"}
+    quiet_and_equal = {"VLLM_LOGGING_LEVEL": "WARN", "RAY_worker_niceness": "0", ENV_RAY_HIDES: "1"}
     defaults = {**collective_defaults(device), **tokenizer_defaults(), **quiet_and_equal}
     if device == "cpu":
         defaults |= _CPU_DEFAULTS

@@ -77,7 +77,7 @@ class EnvironmentHost:
 
     def __init__(self, node: str, logs: Path) -> None:
         self._node = node
-        process.log_to(logs / f"node{os.environ.get('SLURM_NODEID', '0')}-environments.log")
+        process.begin(logs / f"node{os.environ.get('SLURM_NODEID', '0')}-environments.log")
         self._pool: EnvironmentPool | None = None
         self._talks: dict[int, Conversation] = {}
 

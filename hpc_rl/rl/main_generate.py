@@ -31,10 +31,10 @@ class GenerationRunner:
         with large_imports():
             from hpc_rl.rl.cluster import driver_log
             from hpc_rl.rl.generation.run import run_generation
-            from hpc_rl.rl.process import log_to, quiet_libraries
+            from hpc_rl.rl.process import begin, quiet_libraries
             from hpc_rl.tracking.report import failure_reported, report_end
 
-        log_to(driver_log(logs))
+        begin(driver_log(logs))
         heart.begin("the driver")
         quiet_libraries()
         with failure_reported(run):

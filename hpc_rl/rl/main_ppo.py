@@ -34,13 +34,13 @@ class TaskRunner:
         with large_imports():
             from hpc_rl.rl import checkpoints
             from hpc_rl.rl.cluster import driver_log
-            from hpc_rl.rl.process import log_to, quiet_libraries
+            from hpc_rl.rl.process import begin, quiet_libraries
             from hpc_rl.rl.setup import set_up
             from hpc_rl.rl.trainer import train
             from hpc_rl.tracking.report import failure_reported
             from hpc_rl.training.stopping import Stopped
 
-        log_to(driver_log(logs))
+        begin(driver_log(logs))
         heart.begin("the driver")
         quiet_libraries()
         keep_freed_memory()

@@ -1,4 +1,4 @@
-"""What every worker process sets up first: its log, and its place in the process group."""
+"""What every process of a run sets up first: its log, its devices, and its place in the process group."""
 
 from __future__ import annotations
 
@@ -6,15 +6,27 @@ import logging
 import os
 import sys
 import tempfile
-from collections.abc import Mapping, MutableMapping
 from pathlib import Path
 
 import ray
 
-from hpc_rl.host.accelerators import unrestricted_by_ray, visible_devices
+from hpc_rl.host.accelerators import show_assigned
 from hpc_rl.host.disk import tolerate_lost_output
 from hpc_rl.host.numa import bind_near
 from hpc_rl.run_dir import ENV_GROUP_DIR
+
+
+def begin(log: Path, sees_node: bool = False) -> None:
+    """Set up what every process of a run needs first: its log, and a view of its own devices and no others.
+
+    Its children have the same view. Call this before a library looks for devices.
+
+    Args:
+        sees_node: whether it keeps the view of Ray's own processes: all devices of the job on this node.
+    """
+    log_to(log)
+    if not sees_node:
+        show_assigned(os.environ, assigned_devices())
 
 
 def log_to(path: Path) -> None:
@@ -61,7 +73,7 @@ def new_group_dir(logs: Path, is_on_one_node: bool) -> Path:
     return Path(tempfile.mkdtemp(prefix=".group-", dir=temporary or logs))
 
 
-def group_environment(rank: int, size: int, on_node: int, group_dir: Path, local_rank: int) -> dict[str, str]:
+def group_environment(rank: int, size: int, on_node: int, group_dir: Path) -> dict[str, str]:
     """Return the variables by which `hpc_rl.training.distributed` finds the process group.
 
     Args:
@@ -70,33 +82,10 @@ def group_environment(rank: int, size: int, on_node: int, group_dir: Path, local
     return {
         "RANK": str(rank),
         "WORLD_SIZE": str(size),
-        "LOCAL_RANK": str(local_rank),
+        "LOCAL_RANK": "0",  # the process sees its own device alone
         "LOCAL_WORLD_SIZE": str(on_node),
         ENV_GROUP_DIR: str(group_dir),
     }
-
-
-def local_rank(environ: Mapping[str, str], assigned: list[str]) -> int:
-    """Return the index of this process's device among those that it sees.
-
-    By default Ray shows a worker only its own devices, so the index is 0. If the user has switched that off, the
-    process sees all devices of the node, and its own is the one that Ray assigned.
-
-    Args:
-        assigned: ids of the accelerators that Ray assigned; empty on CPUs.
-    """
-    row = unrestricted_by_ray(environ)
-    if row is None or not assigned:
-        return 0
-    visible = visible_devices(environ, row.device)
-    return visible.index(assigned[0]) if visible else int(assigned[0])
-
-
-def narrow_devices(environ: MutableMapping[str, str], assigned: list[str]) -> None:
-    """Hide other devices from this process, if the user stopped Ray from doing so. Call this before torch uses one."""
-    row = unrestricted_by_ray(environ)
-    if row is not None and assigned:
-        environ[row.visible[0]] = ",".join(assigned)
 
 
 def bind_near_device() -> None:

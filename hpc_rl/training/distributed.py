@@ -63,8 +63,10 @@ class World:
         name for the group from this number.
 
         Args:
-            options: those of torch.distributed.new_group.
+            options: those of torch.distributed.new_group. A group has the time limit of the process group by default;
+                torch's default is 10 minutes for NCCL.
         """
+        options = {"timeout": _COLLECTIVE_TIMEOUT, **options}
         if self.group is None and len(ranks) == self.size:
             return dist.new_group(**options)
         members = [self.in_job(rank) for rank in ranks]
@@ -77,10 +79,8 @@ class World:
             ranks_per_node: how many of them are on each node.
             options: those of torch.distributed.new_group.
         """
-        group = self.new_group(ranks, **{"timeout": _COLLECTIVE_TIMEOUT, **options})
-        return replace(
-            self, rank=sorted(ranks).index(self.rank), size=len(ranks), ranks_per_node=ranks_per_node, group=group
-        )
+        group, rank = self.new_group(ranks, **options), sorted(ranks).index(self.rank)
+        return replace(self, rank=rank, size=len(ranks), ranks_per_node=ranks_per_node, group=group)
 
     @property
     def on_accelerator(self) -> bool:
@@ -195,14 +195,23 @@ def start(device: str, start_timeout_s: int) -> World:
     store, rank, size = meet(start_timeout_s)
     here = choose_device(device, int(os.environ.get("LOCAL_RANK", 0)))
     backend = "gloo" if here.type == "cpu" else f"cpu:gloo,{here.type}:{dist.get_default_backend_for_device(here)}"
-    if size > 1:
-        dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=_COLLECTIVE_TIMEOUT)
-    elif here.type != "cpu":
-        # FSDP's mixed precision needs a group even for one GPU.
-        dist.init_process_group(backend, store=store, rank=0, world_size=1)
+    if size > 1 or here.type != "cpu":  # FSDP's mixed precision needs a group even for one GPU
+        join(backend, store, rank, size, _COLLECTIVE_TIMEOUT)
     world = World(rank=rank, size=size, device=here)
     on_node = world.gather_rows([float(os.environ.get("LOCAL_WORLD_SIZE", size))])[:, 0].unique().tolist()
     return replace(world, ranks_per_node=int(on_node[0]) if len(on_node) == 1 else None)
+
+
+def join(backend: str, store: dist.Store, rank: int, size: int, timeout: timedelta) -> None:
+    """Start the process group with what `meet` returns.
+
+    Args:
+        timeout: how long a rank waits for the others in a collective, and for what they put into the store. A rank
+            connects NCCL in its first collective with a key that rank 0 puts there, and a store that
+            torch.distributed.init_process_group is given would keep its own limit: 5 minutes.
+    """
+    store.set_timeout(timeout)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
 
 
 def finish() -> None:

@@ -14,7 +14,7 @@ from typing import Any, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
@@ -131,17 +131,13 @@ def _mesh(sharding: Sharding, world: World, _group: dist.ProcessGroup | None) ->
     shards = {"none": 1, "hybrid": world.ranks_per_node or 1}.get(sharding, world.size)
     kind, names = world.device.type, ("replicas", "shards")
     if sharding in ("none", "hybrid"):
-        shape = (world.size // shards, shards)
-        if world.group is None:
-            return init_device_mesh(kind, shape, mesh_dim_names=names)
-        ranks = torch.arange(world.size).view(shape)
+        rows = [list(range(first, first + shards)) for first in range(0, world.size, shards)]
         row, column = divmod(world.rank, shards)
-        groups = [world.new_group(part.tolist()) for part in (ranks[:, column], ranks[row])]
-        members = torch.tensor([world.in_job(rank) for rank in range(world.size)]).view(shape)
+        # A mesh that makes its groups itself gives them torch's time limit: 10 minutes for NCCL.
+        groups = [world.new_group(part) for part in ([ranks[column] for ranks in rows], rows[row])]
+        members = [[world.in_job(rank) for rank in ranks] for ranks in rows]
         return DeviceMesh.from_group(groups, kind, members, mesh_dim_names=names)
-    if world.group is None:
-        return init_device_mesh(kind, (shards,), mesh_dim_names=names[1:])
-    return DeviceMesh.from_group(world.group, kind, mesh_dim_names=names[1:])
+    return DeviceMesh.from_group(world.group or dist.group.WORLD, kind, mesh_dim_names=names[1:])
 
 
 def _policy(device: torch.device, trainer: ShardingOptions) -> MixedPrecisionPolicy:

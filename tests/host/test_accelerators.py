@@ -10,10 +10,12 @@ import pytest
 from hpc_rl.host.accelerators import (
     ACCELERATORS,
     DEVICES,
+    ENV_RAY_HIDES,
     collective_defaults,
     extension_of,
     find_accelerators,
     ray_resource,
+    show_assigned,
     unrestricted_by_ray,
     visible_devices,
     visible_variable,
@@ -103,6 +105,34 @@ def test_ray_uses_the_names_of_the_table(monkeypatch: pytest.MonkeyPatch) -> Non
         manager.set_current_process_visible_accelerator_ids(["3"])
         assert row.visible[0] not in environ
         assert unrestricted_by_ray(environ) == row
+
+
+def test_a_process_without_devices_sees_those_of_no_vendor() -> None:
+    environ = {"CUDA_VISIBLE_DEVICES": "4,5", "HIP_VISIBLE_DEVICES": "4,5", "PATH": "/bin"}
+    show_assigned(environ, [])
+    assert environ == {
+        "CUDA_VISIBLE_DEVICES": "",
+        "HIP_VISIBLE_DEVICES": "-1",
+        "ZE_AFFINITY_MASK": "-1",
+        "ASCEND_RT_VISIBLE_DEVICES": "-1",
+        "PATH": "/bin",
+    }
+    assert all(visible_devices(environ, device) == [] for device in DEVICES[:3])
+
+
+def test_a_process_sees_its_own_devices_also_if_the_user_stops_ray() -> None:
+    environ = {"CUDA_VISIBLE_DEVICES": "3"}
+    show_assigned(environ, ["3"])
+    assert environ == {"CUDA_VISIBLE_DEVICES": "3"}  # Ray has done it
+    noset = {"RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1"}
+    environ = {**noset, "CUDA_VISIBLE_DEVICES": "4,5,7"}
+    show_assigned(environ, ["5", "7"])
+    assert environ == {**noset, "CUDA_VISIBLE_DEVICES": "5,7"}
+
+
+def test_ray_has_the_variable_that_hides_devices() -> None:
+    accelerators = pytest.importorskip("ray._private.accelerators")
+    assert accelerators.RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO_ENV_VAR == ENV_RAY_HIDES
 
 
 def test_zero_does_not_stop_ray() -> None:

@@ -1,24 +1,30 @@
 """The watch of a node entry, with real processes: a child that works, or stops."""
 
 import os
+import re
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
+from hpc_rl.host.flight_records import Finding
 from hpc_rl.host.walltime import unlimited
 from hpc_rl.node import hangs, stack_files
 from hpc_rl.node.hangs import HangWatch, Place, Walltime, process_states, read_beats, verdict, watching
-from hpc_rl.node.pulses import Pulse, Pulses
+from hpc_rl.node.pulses import Pulse, Pulses, read_pulse
 from hpc_rl.node.silence import Sight
+from tests.finetune.forked import Forked
 from tests.sandbox.processes import DEADLINE_S
 
+GPU_WAITS = str(Path(__file__).with_name("gpu_waits.py"))
 WORKS = """
 import time
 from hpc_rl.host.heartbeat import heart
@@ -39,6 +45,25 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Place:
     attempt = tmp_path / "run" / "attempt-1"
     attempt.mkdir(parents=True)
     return Place(attempt, ("n1",), 0, tmp_path / "beats")
+
+
+@contextmanager
+def ranks_on_gpus(place: Place, folder: Path) -> Iterator[None]:
+    """Three ranks, of which two wait for rank 1 where their stacks do not show it."""
+    place.beats.mkdir(exist_ok=True)
+    environ = {**os.environ, "HPC_RL_HEARTBEATS": str(place.beats), "OMP_NUM_THREADS": "1"}
+    children = []
+    try:
+        for rank in "012":
+            output = folder / rank
+            output.mkdir()
+            command = [GPU_WAITS, rank, str(folder / "group"), str(place.attempt_dir)]
+            children.append(Forked(command, environ, output))
+        until(lambda: all((folder / f"ready-{rank}").exists() for rank in "012"))
+        yield
+    finally:
+        for child in children:
+            child.kill()
 
 
 @contextmanager
@@ -74,6 +99,25 @@ def test_a_stopped_process_is_found_and_named(place: Place, capsys: pytest.Captu
         f"hpc-rl: hang: {line.strip()}; the stacks of all processes are in {place.attempt_dir / 'stacks'}\n"
     )
     assert (place.attempt_dir / "stacks" / f"node0-rank-0-{child.pid}.txt").exists()
+
+
+def test_on_gpus_the_rank_is_named_that_the_others_wait_for(place: Place, tmp_path: Path) -> None:
+    """Each rank writes its flight record with its stacks, and before the verdict."""
+    place = replace(place, device="cuda")
+    with ranks_on_gpus(place, tmp_path), watching(place, 5.0) as watch:
+        until(lambda: watch.found)
+    line = (place.attempt_dir / ".hang").read_text()
+    stacks = [path.read_text() for path in sorted((place.attempt_dir / "stacks").iterdir())]
+    assert [stack_files.waits_for_others(text) for text in stacks] == [False] * 3
+    assert re.fullmatch(
+        r"rank 1 on node n1: no sign of life for \d+ s in forward_backward; rank 1 did not reach all_reduce \[\[8\]\], "
+        r"number \d of group default_pg, in which ranks 0, 2 wait.*; the last one was all_gather.*\n",
+        line,
+    ), line
+    seen = read_pulse(place.attempt_dir, 0)
+    assert seen is not None
+    alone = verdict([seen])
+    assert "keeps the others waiting is not known" in alone and alone.count("rank ") == 3
 
 
 def test_a_process_that_works_is_not_found(place: Place) -> None:
@@ -183,6 +227,66 @@ LATE = "the walltime ends in 30 s, and the run has not stopped"
 )
 def test_the_verdict(pulses: list[Pulse], line: str) -> None:
     assert verdict(pulses) == line
+
+
+GPU = [
+    Sight(f"rank {rank}", f"n{rank}", 1, silent_s, 60, phase="data", step=3, in_collective=False, on_gpu=True)
+    for rank, silent_s in enumerate((65, 61, 64))
+]
+LATE_RANK = Finding("rank 1 did not reach all_reduce [[8]], number 2 of group default_pg", (1,))
+STUCK = Finding("all ranks began all_reduce [[8]], number 2 of group default_pg")
+
+
+@pytest.mark.parametrize(
+    ("finding", "records", "line"),
+    [
+        ("", [LATE_RANK], f"rank 1 on node n1: no sign of life for 61 s in data of step 3; {LATE_RANK.line}"),
+        (LATE, [LATE_RANK], f"{LATE}: rank 1 on node n1: no sign of life for 61 s in data of step 3; {LATE_RANK.line}"),
+        (
+            "",
+            [STUCK],
+            "rank 0 on node n0, rank 1 on node n1, rank 2 on node n2: no sign of life for 61 to 65 s in data of step 3;"
+            " which of them keeps the others waiting is not known: the stacks of processes that wait for a GPU do not "
+            f"show it, and the flight records do not either; {STUCK.line}",
+        ),
+        ("the node entry on node n3: no", [LATE_RANK], "the node entry on node n3: no"),
+    ],
+)
+def test_on_gpus_the_flight_records_name_the_rank(finding: str, records: list[Finding], line: str) -> None:
+    """All ranks are in a read of their GPU; one of these reads waits for nobody else."""
+    pulses = [Pulse(finding=finding, sights=(GPU[0],)), Pulse(sights=(GPU[1], GPU[2]))]
+    assert verdict(pulses, records) == line
+
+
+def test_a_rank_of_a_pool_is_found_by_its_name() -> None:
+    ranks = tuple(replace(sight, name=f"{sight.name} of pool train") for sight in GPU)
+    assert verdict([Pulse(sights=ranks)], [LATE_RANK]).startswith("rank 0 of pool train on node n0, rank 1 of pool")
+    of_pool = replace(LATE_RANK, pool="train")
+    assert verdict([Pulse(sights=ranks)], [STUCK, of_pool]).startswith("rank 1 of pool train on node n1: no sign of")
+
+
+def test_what_the_records_add_to_a_stopped_process_is_not_shown() -> None:
+    absent = Finding("rank 2 left no record", (2,))
+    assert verdict([Pulse(sights=(GPU[0], STOPPED))], [absent]).endswith("no sign of life for 61 s in data of step 3")
+
+
+def test_a_node_that_is_not_the_first_waits_until_the_reason_is_written(tmp_path: Path) -> None:
+    """The first node that ends may end the job, before another one has written the reason."""
+    place = Place(tmp_path, ("n1",), 0, tmp_path / "beats")
+    place.beats.mkdir()
+    (tmp_path / ".hang-found").touch()
+    watch = HangWatch(place, 60.0, job_end=unlimited)
+    with ThreadPoolExecutor(1) as pool:
+        concluded = pool.submit(watch._conclude, [STOPPED], {}, "")
+        until(lambda: (tmp_path / ".node0.pulse").exists() and '"has_collected": true' in read(tmp_path))
+        assert not concluded.done()
+        (tmp_path / ".hang").write_text("the reason\n")
+        concluded.result(DEADLINE_S)
+    assert (tmp_path / ".hang").read_text() == "the reason\n"
+
+
+def read(folder: Path) -> str:
+    return (folder / ".node0.pulse").read_text()
 
 
 def test_a_run_has_to_stop_before_the_walltime(tmp_path: Path) -> None:

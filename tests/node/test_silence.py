@@ -4,7 +4,7 @@ from dataclasses import replace
 import pytest
 
 from hpc_rl.host.heartbeat import Beat
-from hpc_rl.node.silence import LONG, Sight, Vigil, culprit, described, most_silent, quiet_s, waiting_driver
+from hpc_rl.node.silence import LONG, Sight, Vigil, culprits, described, not_known, quiet_s, waiting_driver
 
 TIMEOUT_S = 100.0
 
@@ -14,8 +14,9 @@ def beat(pid: int = 1, phase: str = "optimizer", count: int = 1, is_first: bool 
 
 
 def sight(name: str = "rank 0", silent_s: float = 101, state: str = "S", phase: str = "optimizer", step: int = 7,
-          waits: bool = False, in_collective: bool | None = None, limit_s: float = TIMEOUT_S) -> Sight:  # fmt: skip
-    return Sight(name, "n1", 1, silent_s, limit_s, state, phase, step, waits, in_collective)
+          waits: bool = False, in_collective: bool | None = None, limit_s: float = TIMEOUT_S,
+          on_gpu: bool = False) -> Sight:  # fmt: skip
+    return Sight(name, "n1", 1, silent_s, limit_s, state, phase, step, waits, in_collective, on_gpu)
 
 
 @pytest.mark.parametrize(
@@ -123,12 +124,74 @@ PATIENT = sight("with a longer limit", silent_s=101, in_collective=False, limit_
     ],
 )
 def test_the_culprit(sights: list[Sight], expected: Sight | None) -> None:
-    assert culprit(sights) == expected
+    assert culprits(sights) == ([] if expected is None else [expected])
 
 
 def test_who_is_silent_before_any_limit() -> None:
-    assert most_silent([IN_TIME, sight("shorter", silent_s=3), sight("driver", silent_s=500, waits=True)]) == IN_TIME
-    assert most_silent([sight(waits=True)]) is None
+    driver, stopped = sight("driver", silent_s=500, waits=True), replace(STOPPED, silent_s=1)
+    assert culprits([IN_TIME, sight("shorter", silent_s=3), driver], before_limit=True) == [IN_TIME]
+    assert culprits([IN_TIME, stopped], before_limit=True) == [stopped]
+    assert culprits([sight(waits=True)], before_limit=True) == []
+
+
+def test_the_flight_records_decide_before_the_stacks() -> None:
+    """The stacks of a rank that writes a checkpoint contain torch.distributed, and it has been silent for longer."""
+    first, second = replace(WAITS_LONGER, name="rank 0"), replace(ALONE, name="rank 1")
+    assert culprits([first, second]) == [second]
+    late = replace(IN_TIME, name="rank 2", in_collective=False)
+    assert culprits([first, second, late], {"rank 2"}) == [late]
+    assert culprits([first, second, STOPPED], {"rank 1"}) == [STOPPED]
+    assert culprits([first, second], {"rank 0"}) == [second]  # which waits itself
+    assert culprits([first, replace(late, waits=True)], {"rank 2"}) == [first]  # which nobody has called
+    assert culprits([IN_TIME], {"in time"}) == []
+
+
+GPU_0, GPU_1, GPU_2 = (
+    sight(f"rank {rank}", silent_s, in_collective=False, on_gpu=True) for rank, silent_s in enumerate((112, 105, 111))
+)
+
+
+OF_POOL = [replace(seen, name=f"{seen.name} of pool a") for seen in (GPU_0, GPU_1)]
+ENGINES = [replace(GPU_0, name="rollout engine 0 of pool a"), replace(GPU_1, name="rollout engine 1 of pool a")]
+SLOW, MUTE, FROZEN = replace(GPU_1, silent_s=9, step=6), replace(GPU_1, in_collective=None), replace(GPU_1, state="T")
+
+
+@pytest.mark.parametrize(
+    ("sights", "late", "expected"),
+    [
+        ([GPU_0, GPU_1, GPU_2], {"rank 1"}, [GPU_1]),
+        ([GPU_1, GPU_0, GPU_2], set(), [GPU_0, GPU_1, GPU_2]),
+        ([GPU_0, SLOW], set(), [GPU_0, SLOW]),
+        ([GPU_0, MUTE, GPU_2], set(), [MUTE]),
+        ([replace(GPU_0, in_collective=True), GPU_1, replace(GPU_2, in_collective=True)], set(), [GPU_1]),
+        ([GPU_0, FROZEN, GPU_2], set(), [FROZEN]),
+        ([GPU_0, replace(GPU_1, waits=True)], set(), [GPU_0]),
+        ([GPU_0, replace(GPU_1, on_gpu=False)], set(), [replace(GPU_1, on_gpu=False)]),
+        ([GPU_0, *OF_POOL], set(), [GPU_0]),
+        (OF_POOL, set(), OF_POOL),
+        (ENGINES, set(), ENGINES[:1]),
+        ([GPU_0, replace(GPU_1, name="the driver")], set(), [GPU_0]),
+    ],
+)
+def test_on_gpus_the_stacks_leave_open_which_rank_waits(
+    sights: list[Sight], late: set[str], expected: list[Sight]
+) -> None:
+    assert culprits(sights, late) == expected
+
+
+def test_a_job_on_gpus_is_seen_as_one() -> None:
+    vigil = Vigil("n1", TIMEOUT_S, on_gpu=True)
+    assert [seen.on_gpu for seen in vigil.look({1: beat()}, {1: "S"}, {}, 1)] == [True]
+
+
+def test_what_is_not_known_is_said() -> None:
+    assert not_known([GPU_0, replace(GPU_1, phase="data")]) == (
+        "rank 0 on node n1, rank 1 on node n1: no sign of life for 105 to 112 s in data of step 7, optimizer of step 7;"
+        " which of them keeps the others waiting is not known: the stacks of processes that wait for a GPU do not show "
+        "it, and the flight records do not either"
+    )
+    many = not_known([replace(GPU_0, name=f"rank {rank}", step=0) for rank in range(7)])
+    assert "rank 3 on node n1, 3 more: no sign of life for 112 to 112 s in optimizer; which" in many
 
 
 def test_a_job_is_quiet_if_all_wait() -> None:

@@ -13,6 +13,10 @@ from hpc_rl.node.stack_files import collect, name_of, slug, waits_for_others
 THREAD = 'Thread 0x01 (most recent call first):\n  File "/x/hpc_rl/a.py", line 1 in run\n\n'
 COLLECTIVE = '  File "/x/torch/distributed/distributed_c10d.py", line 5 in all_gather\n  File "/x/a.py", line 1 in f\n'
 BACKWARD = '  File "/x/torch/autograd/graph.py", line 8 in _engine_run_backward\n'
+CHECKPOINT = COLLECTIVE.replace("distributed_c10d", "checkpoint/filesystem")
+TO_AN_ENGINE = COLLECTIVE.replace("torch", "vllm")
+# The host of a rank whose GPU waits in a collective of NCCL: in the first read of a value of the GPU.
+ON_A_GPU = '  File "/x/hpc_rl/training/optim.py", line 78 in clip_gradients\n  File "/x/a.py", line 1 in f\n'
 LOADER = '  File "/x/data.py", line 3 in read\n'
 ANSWERS = """
 import sys, time
@@ -34,6 +38,10 @@ the_data_loader()
         ("Thread 0x01 (most recent call first):\n" + COLLECTIVE + "Thread 0x02:\n" + LOADER, False),
         ("Thread 0x01 (most recent call first):\n" + COLLECTIVE + "Thread 0x02:\n" + BACKWARD, True),
         ("Thread 0x02 (most recent call first):\n" + BACKWARD, False),
+        (THREAD + "Current thread 0x02 (most recent call first):\n" + CHECKPOINT, False),
+        (THREAD + "Current thread 0x02 (most recent call first):\n" + COLLECTIVE + CHECKPOINT, True),
+        (THREAD + "Current thread 0x02 (most recent call first):\n" + TO_AN_ENGINE, True),
+        (THREAD + "Current thread 0x02 (most recent call first):\n" + ON_A_GPU, False),
         ("", False),
     ],
 )

@@ -56,8 +56,8 @@ def bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Bench:
     monkeypatch.setattr(
         calls.Pending, "of_calls", classmethod(lambda _, found, *_a: calls.Pending.known([x.ref.value for x in found]))
     )
-    monkeypatch.setattr(process, "log_to", lambda _: None)
-    monkeypatch.setattr(generation, "log_to", lambda _: None)
+    monkeypatch.setattr(process, "begin", lambda _: None)
+    monkeypatch.setattr(generation, "begin", lambda _: None)
     monkeypatch.setattr(process, "assigned_devices", list)
     monkeypatch.setattr(process, "group_environment", lambda *_: {})
     monkeypatch.setattr(generation, "run_driver", lambda config, runner, run, logs: runner().run(config, run, logs))

@@ -6,31 +6,25 @@ from pathlib import Path
 
 import pytest
 
+from hpc_rl.rl import process
 from hpc_rl.rl.process import (
     group_environment,
     keep_temporary_files_in_the_job,
-    local_rank,
-    narrow_devices,
     new_group_dir,
     own_folder,
 )
 
 
-def test_where_ray_shows_a_worker_its_own_devices_alone_nothing_is_to_do() -> None:
-    environ = {"CUDA_VISIBLE_DEVICES": "3"}
-    assert local_rank(environ, ["3"]) == 0
-    narrow_devices(environ, ["3"])
-    assert environ == {"CUDA_VISIBLE_DEVICES": "3"}
-
-
-def test_a_worker_that_sees_all_devices_finds_its_own() -> None:
-    noset = {"RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1"}
-    assert local_rank(noset, ["2"]) == 2
-    assert local_rank({**noset, "CUDA_VISIBLE_DEVICES": "4,5,7"}, ["7"]) == 2
-    assert local_rank(noset, []) == 0
-    environ = {**noset, "CUDA_VISIBLE_DEVICES": "4,5,7"}
-    narrow_devices(environ, ["5"])
-    assert environ["CUDA_VISIBLE_DEVICES"] == "5"
+@pytest.mark.parametrize(("sees_node", "visible"), [(False, ""), (True, "4,5")])
+def test_a_process_begins_with_its_log_and_its_own_devices(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sees_node: bool, visible: str
+) -> None:
+    logs: list[Path] = []
+    monkeypatch.setattr(process, "log_to", logs.append)
+    monkeypatch.setattr(process, "assigned_devices", list)
+    monkeypatch.setattr(os, "environ", {"CUDA_VISIBLE_DEVICES": "4,5"})
+    process.begin(tmp_path, sees_node)
+    assert logs == [tmp_path] and os.environ["CUDA_VISIBLE_DEVICES"] == visible
 
 
 def test_the_folder_of_a_group_is_removed_with_the_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -61,5 +55,6 @@ def test_temporary_files_are_removed_with_the_job(tmp_path: Path, monkeypatch: p
 
 
 def test_the_process_group_finds_the_ranks_of_this_node() -> None:
-    environment = group_environment(5, 8, on_node=4, group_dir=Path("/run/g"), local_rank=0)
+    environment = group_environment(5, 8, on_node=4, group_dir=Path("/run/g"))
+    assert environment["LOCAL_RANK"] == "0"
     assert (environment["RANK"], environment["WORLD_SIZE"], environment["LOCAL_WORLD_SIZE"]) == ("5", "8", "4")

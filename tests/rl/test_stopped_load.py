@@ -23,7 +23,7 @@ def stops(*_: Any) -> NoReturn:
 
 def test_ppo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(setup, "set_up", stops)
-    monkeypatch.setattr(process, "log_to", lambda _: None)
+    monkeypatch.setattr(process, "begin", lambda _: None)
     monkeypatch.setattr(main_ppo, "keep_freed_memory", lambda: None)
     assert main_ppo.TaskRunner().run(ppo_config(), RunDir(tmp_path), tmp_path) == EXIT_STOPPED
     assert capsys.readouterr().out == f"{TEXT}\n"

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed import device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp._fully_shard import _fsdp_init
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
@@ -47,6 +48,7 @@ def replaced_parts_of_torch(gpu: Gpu, gpus_per_node: int) -> Iterator[None]:
         for module in list(sys.modules.values()):
             if getattr(module, "__dict__", {}).get("init_device_mesh") is init:
                 replace(module, {"init_device_mesh": _outside_of_the_simulation(init)})
+        replace(DeviceMesh, {"from_group": _outside_of_the_simulation(DeviceMesh.from_group)})
         yield
 
 

@@ -1,7 +1,8 @@
-"""The choice of a device, with accelerators that torch pretends to have."""
+"""The choice of a device, with accelerators that torch pretends to have, and the time limits of ranks."""
 
 from __future__ import annotations
 
+import json
 import sys
 from types import ModuleType
 
@@ -10,6 +11,8 @@ import torch
 
 from hpc_rl.errors import UserError
 from hpc_rl.training import distributed
+from tests.finetune.jobs import spawn
+from tests.training import time_limits
 
 
 def pretend(monkeypatch: pytest.MonkeyPatch, kind: str | None, count: int = 2) -> list[int]:
@@ -54,3 +57,21 @@ def test_a_device_that_needs_a_package(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "torch_npu", ModuleType("torch_npu"))
     with pytest.raises(UserError, match=r"trainer\.device is npu and this process needs GPU 0, but it sees 0 GPUs"):
         distributed.choose_device("npu", 0)
+
+
+def test_a_rank_waits_for_the_others_as_long_wherever_it_waits() -> None:
+    """In the groups of meshes too, and in the store, in which NCCL finds the key of a new communicator."""
+    for code, output, errors in spawn([time_limits.__file__, "groups"], 4, ranks_per_node=4):
+        assert code == 0, errors
+        found = json.loads(output)
+        longer = found.pop("all, longer")
+        assert set(longer) == {7 * 24 * 3600.0}
+        assert {limit for limits in found.values() for limit in limits} == {1234.0}, found
+        assert len(found) == 2 + 2 * (2 + 2 + 1) + 1
+
+
+def test_the_limit_of_the_store_is_that_of_the_collectives() -> None:
+    (first, *_), (second, output, errors) = spawn([time_limits.__file__, "rank0"], 2)
+    assert (first, second) == (0, 0), errors
+    found = json.loads(output)
+    assert found["seconds"] < 250 and "1000" in found["error"], found

@@ -67,7 +67,7 @@ def _take_part(
     with meeting.log(rank).open("ab") as log:
         ray = RayProcess(ray_environment(environ), log, options.start_timeout)
         try:
-            place = Place(attempt_dir, meeting.nodes, rank, Path(environ[ENV_HEARTBEATS]))
+            place = Place(attempt_dir, meeting.nodes, rank, Path(environ[ENV_HEARTBEATS]), options.device)
             with watching(place, options.hang_timeout) as hangs:
                 if layout.allocation.is_head:
                     leading = lead(meeting, layout.address, layout.ports.roll_call)

@@ -33,12 +33,14 @@ from hpc_rl.probes.acceptance.training import speed_text
 from hpc_rl.rl import setup, trainer
 from hpc_rl.rl.cluster import driver_log, run_driver
 from hpc_rl.rl.experience import add_advantages, add_rewards, flat
-from hpc_rl.rl.process import log_to, quiet_libraries
+from hpc_rl.rl.process import begin, quiet_libraries
 from hpc_rl.rl.state import PpoState
 from hpc_rl.run_dir import RunDir
 from hpc_rl.training.perf import Clock
 
 FOUND, VISIBLE = "found.json", "visible.json"
+_VIEW = ("VISIBLE_DEVICES", "AFFINITY_MASK")
+"""Ends of the names of variables that list the GPUs that a process sees."""
 """Files of a run directory: what a run measured, and the GPUs of this node by their names in the job."""
 TOLERANCE = {"float32": 1e-3, "bfloat16": 5e-2}
 """Largest mean difference of the log-probabilities of engine and trainer, in nats, by the type of the engine."""
@@ -213,7 +215,7 @@ def used_memory(visible: Mapping[str, str], config: PpoConfig) -> int | None:
     if config.trainer.computes_on == "cpu":
         return None
     code = "import torch; free, total = torch.accelerator.get_memory_info(0); print(total - free)"
-    hidden = {name: value for name, value in os.environ.items() if not name.endswith("VISIBLE_DEVICES")}
+    hidden = {name: value for name, value in os.environ.items() if not name.endswith(_VIEW)}
     command = [sys.executable, "-P", "-c", code]
     done = subprocess.run(
         command, env={**hidden, **visible}, capture_output=True, text=True, timeout=MEMORY_TIMEOUT_S, check=False
@@ -247,7 +249,7 @@ def _timed_step(state: PpoState) -> dict[str, float]:
 @contextlib.contextmanager
 def _set_up(config: PpoConfig, run: RunDir, logs: Path) -> Any:
     """Start the run as its driver does, and end its engines."""
-    log_to(driver_log(logs))
+    begin(driver_log(logs))
     quiet_libraries()
     state = setup.set_up(config, run, logs)
     try:
@@ -290,7 +292,7 @@ def _drive(bench: Bench, config: PpoConfig, name: str, runner: Any) -> dict[str,
     """Run a driver in an actor and return what it wrote."""
     run = RunDir(bench.folder / name)
     run.path.mkdir(mode=0o700)
-    seen = {key: value for key, value in os.environ.items() if key.endswith("VISIBLE_DEVICES")}
+    seen = {key: value for key, value in os.environ.items() if key.endswith(_VIEW)}
     (run.path / VISIBLE).write_text(json.dumps(seen))
     _await_free_memory(bench, config, seen)
     run_driver(config, runner, run, run.path)

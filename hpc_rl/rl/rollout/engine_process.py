@@ -25,7 +25,7 @@ class EngineProcess:
 
     def __init__(self, config: EngineJob, pool: str, index: int, placement: Placement, logs: Path) -> None:
         log = logs / f"node{os.environ.get('SLURM_NODEID', '0')}-{pool}-engine{index}.log"
-        process.log_to(log)
+        process.begin(log, sees_node=bool(placement.bundles))
         heart.begin(f"rollout engine {index} of pool {pool}", waits=True)
         self._config = config
         self._placement = replace(placement, log=log.with_name(f"{log.stem}-server.log"))
@@ -33,7 +33,6 @@ class EngineProcess:
     def start(self) -> None:
         """Load the model."""
         process.quiet_libraries()
-        process.narrow_devices(os.environ, process.assigned_devices())
         self._engine = load_engine(self._config, self._placement)
         self._receiver = receiver_of(self._engine)
 

@@ -18,6 +18,7 @@ from hpc_rl.config.pools import pool_of
 from hpc_rl.config.ppo import PpoConfig
 from hpc_rl.config.rollout import EngineJob, engine_spec
 from hpc_rl.errors import UserError
+from hpc_rl.host.accelerators import ENV_RAY_HIDES
 from hpc_rl.host.environment import refuse_expandable_segments
 from hpc_rl.host.peft_folder import new_config
 from hpc_rl.rl.calls import CALL_TIMEOUT_S, MODEL_LIMIT, ActorCall, Pending, wait_for_all
@@ -300,10 +301,11 @@ class Fleet:
 
     def _create(self, index: int) -> Any:
         spec, device, share = engine_spec(self._config), self._placement.device, self._placement.gpu_share
-        variables = spec.process_environment(device)
-        runtime = {"runtime_env": {"env_vars": variables}} if variables else {}
         slots = self._slots[index]
         spread = len(slots) > 1 and device == "cuda"
+        # The process of an engine on several GPUs requests none: its own processes do, and it looks at them.
+        variables = spec.process_environment(device) | ({ENV_RAY_HIDES: "0"} if spread else {})
+        runtime = {"runtime_env": {"env_vars": variables}} if variables else {}
         own = replace(self._placement, bundles=tuple(slot.bundle for slot in slots) if spread else ())
         options = slots[0].options(device, 0.0 if spread else share)
         remote = ray.remote(EngineProcess).options(**options, **runtime)

@@ -422,8 +422,6 @@ def _beat_at_steps(engine: Any) -> None:
 
 def _spread_over(placement: Placement) -> None:
     """Set the variables that vLLM's Ray executor reads (vllm/envs.py)."""
-    # Ray hides all GPUs from an actor that requested none; it assigns the engine's processes theirs.
-    os.environ.pop("CUDA_VISIBLE_DEVICES", None)
     os.environ["VLLM_RAY_PER_WORKER_GPUS"] = str(placement.gpu_share)
     os.environ["VLLM_RAY_BUNDLE_INDICES"] = ",".join(map(str, placement.bundles))
 

@@ -80,7 +80,7 @@ class Worker:
         self._logs = logs
         self._parts: dict[str, Any] = {}
         self._spans = Spans()
-        process.log_to(logs / f"node{os.environ.get('SLURM_NODEID', '0')}-{pool}-rank{rank}.log")
+        process.begin(logs / f"node{os.environ.get('SLURM_NODEID', '0')}-{pool}-rank{rank}.log")
         heart.begin(f"rank {rank} of pool {pool}", waits=True)
 
     def new_group_dir(self) -> Path:
@@ -90,9 +90,8 @@ class Worker:
     def start(self, group_dir: Path) -> None:
         """Join the pool's process group and load the models of the roles."""
         process.quiet_libraries()
-        own = process.local_rank(os.environ, process.assigned_devices())
         process.bind_near_device()
-        os.environ.update(process.group_environment(self.rank, self.size, self.on_node, group_dir, own))
+        os.environ.update(process.group_environment(self.rank, self.size, self.on_node, group_dir))
         torch.manual_seed(self.config.trainer.seed + self.rank)
         flight_recorder.prepare(self._logs, self.pool)
         self.world = distributed.start(self.config.trainer.computes_on, self.config.ray.start_timeout_s)

@@ -13,6 +13,7 @@ from hpc_rl.config.engines import ENGINES
 from hpc_rl.config.ppo import PpoConfig
 from hpc_rl.config.training import LoraConfig
 from hpc_rl.errors import RunError, UserError
+from hpc_rl.host.accelerators import ENV_RAY_HIDES
 from hpc_rl.rl.calls import ActorCall, Pending
 from hpc_rl.rl.fates import ActorDiedError
 from hpc_rl.rl.pools import Node, Pool, Slot
@@ -177,6 +178,7 @@ def test_weights_that_were_lost_in_the_sleep_are_sent_again(actors: Actors) -> N
 def test_engines_on_other_gpus_do_not_sleep(actors: Actors) -> None:
     setting = Setting(ppo_config(*CUDA, TWO_POOLS), pool(2), 1.0, actors)
     assert actors.placements == [Placement("cuda", "nccl")] * 2
+    assert not any(ENV_RAY_HIDES in options["runtime_env"]["env_vars"] for options, _ in actors.requests)
     setting.rollout.wait_until_ready(1.0)
     assert setting.policy.arguments[1] == "nccl" and setting.policy.arguments[0].nodes == ["id0", "id0"]
     setting.rollout.wake()
@@ -191,6 +193,7 @@ def test_an_engine_over_several_gpus_leaves_them_to_its_processes(actors: Actors
     Setting(ppo_config(*CUDA, TWO_POOLS, "rollout.tensor_parallel_size=2"), pool(2, 2), 1.0, actors)
     assert actors.placements == [Placement("cuda", "nccl", bundles=(0, 1))] * 2
     assert [options["num_gpus"] for options, _ in actors.requests] == [0.0, 0.0]
+    assert {options["runtime_env"]["env_vars"][ENV_RAY_HIDES] for options, _ in actors.requests} == {"0"}
 
 
 def test_engines_on_cpus_get_weights_through_host_memory(actors: Actors) -> None:

@@ -14,7 +14,7 @@ from tests.rl.ppo_config import ppo_config
 
 @pytest.fixture
 def worker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Worker:
-    monkeypatch.setattr(process, "log_to", lambda path: None)
+    monkeypatch.setattr(process, "begin", lambda log: None)
     return Worker(ppo_config(), "train", 1, 2, 2, frozenset({"actor", "ref"}), tmp_path)
 
 

@@ -15,7 +15,15 @@ from typing import Any
 import pytest
 
 from hpc_rl.doctor import diagnosis
-from hpc_rl.doctor.flight_recorder import LARGEST_BYTES, NoRecordError, compare, explanations, groups_of, read_record
+from hpc_rl.host import flight_records
+from hpc_rl.host.flight_records import (
+    LARGEST_BYTES,
+    NoRecordError,
+    Record,
+    explanations,
+    groups_of,
+    read_record,
+)
 from hpc_rl.run_dir import RunDir
 from hpc_rl.runs.status import RunStatus
 
@@ -62,6 +70,11 @@ def test_a_rank_without_a_record_is_named(recorded: Path, tmp_path: Path) -> Non
     assert found[0].line == line
 
 
+def compare(records: Mapping[int, Record]) -> list[str]:
+    """The lines of the findings."""
+    return [finding.line for finding in flight_records.compare(records)]
+
+
 def entry(number: int, name: str = "all_reduce", state: str = "completed", **changes: Any) -> dict[str, Any]:
     """One entry in the format 2.10 (torch/csrc/distributed/c10d/FlightRecorder.hpp)."""
     frames = [
@@ -89,13 +102,20 @@ def test_a_rank_that_is_behind() -> None:
     ]
 
 
-def test_the_rank_that_waits_for_nobody_comes_first() -> None:
+@pytest.mark.parametrize("library", ["nccl", "gloo"])
+def test_the_rank_that_waits_for_nobody_comes_first(library: str) -> None:
     """Rank 2 computes; rank 1 waits for it in another group, and rank 0 waits for rank 1."""
     pair = {"process_group": ("5", "shards")}
-    first = groups_of(dump(entry(1), entry(2, state="started")))
-    second = groups_of(dump(entry(1), entry(7, **pair), entry(8, state="started", **pair)))
-    third = groups_of(dump(entry(1), entry(7, **pair)))
-    lines = compare({0: first, 1: second, 2: third})
+
+    def made(number: int, **changes: Any) -> dict[str, Any]:
+        return entry(number, profiling_name=f"{library}:all_reduce", **changes)
+
+    first = groups_of(dump(made(1), made(2, state="scheduled")))
+    second = groups_of(dump(made(1), made(7, **pair), made(8, state="scheduled", **pair)))
+    third = groups_of(dump(made(1), made(7, **pair)))
+    records = {0: first, 1: second, 2: third}
+    assert [finding.ranks for finding in flight_records.compare(records)] == [(2,), (2,)]
+    lines = compare(records)
     assert lines[0].startswith("rank 2 did not reach all_reduce [[8]], number 8 of group shards, in which rank 1 waits")
     assert lines[1].startswith("ranks 1, 2 did not reach all_reduce [[8]], number 2 of group default_pg")
 
@@ -187,3 +207,18 @@ def test_the_records_of_a_pool_are_compared_among_themselves(tmp_path: Path) -> 
     lines = explanations(tmp_path)
     assert [line.rpartition(" of ")[2] for line in lines] == ["pool a-b", "pool c"]
     assert all("rank 1 did not reach" in line for line in lines)
+
+
+def test_the_two_records_of_a_rank_on_a_gpu_are_compared_together(tmp_path: Path) -> None:
+    """Both libraries count by themselves. Rank 2 has not reached the collective of gloo in which rank 1 waits, and
+    rank 0 waits for rank 1 on its GPU."""
+    gloo = {"profiling_name": "gloo:all_gather"}
+    nccl = [[entry(1), entry(2, state="scheduled")], [entry(1)], [entry(1)]]
+    host = [[entry(7, **gloo)], [entry(7, **gloo), entry(8, state="scheduled", **gloo)], [entry(7, **gloo)]]
+    for rank, entries in enumerate(nccl):
+        (tmp_path / f"flight-a-rank{rank}").write_bytes(pickle.dumps(dump(*entries)))
+        (tmp_path / f"flight-a-rank{rank}.gloo").write_bytes(pickle.dumps(dump(*host[rank])))
+    first, second = flight_records.findings(tmp_path)
+    assert (first.ranks, second.ranks) == ((2,), (2,))
+    assert "ranks 0, 2 did not reach all_gather [[8]], number 8 of group default_pg (gloo)," in second.line
+    assert first.names == ["rank 2 of pool a"] and first.line.endswith(" of pool a")

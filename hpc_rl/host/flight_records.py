@@ -1,8 +1,9 @@
-"""Which rank kept the others waiting: the records that torch's flight recorder leaves when a collective times out.
+"""Which rank keeps the others waiting: the records of torch's flight recorder.
 
-Each rank writes a file with its latest collectives (hpc_rl/training/flight_recorder.py). Collectives of a process group
-are numbered, and all its ranks must make the same ones. The others therefore wait for a rank with a lower number, or
-with another collective of the same number.
+Each rank writes a file with its latest collectives (hpc_rl/training/flight_recorder.py) when a collective times out, or
+when the node entry has found a hang. Collectives of a process group are numbered, and all its ranks must make the same
+ones. The others therefore wait for a rank with a lower number, or with another collective of the same number. On GPUs
+this decides: a rank there starts collectives without waiting, and its stacks show where it later waits for its GPU.
 
 The files are pickles of dictionaries, lists, texts and numbers (torch/csrc/distributed/c10d/FlightRecorder.hpp, version
 2.x of the format). Nothing else is admitted, since a pickle can otherwise run any program.
@@ -14,14 +15,16 @@ import json
 import pickle
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 LARGEST_BYTES = 64 << 20
 """A file above this size is not read; torch keeps 2,000 collectives, which take about 2 MB."""
 MARK = "flight recorder: "
-_FILE = re.compile(r"flight-(?:(?P<pool>.+)-)?rank(?P<rank>\d+)")
+OF_GLOO = ".gloo"
+"""End of the name of a second file, with the collectives in host memory of a rank that computes on a GPU."""
+_FILE = re.compile(rf"flight-(?:(?P<pool>.+)-)?rank(?P<rank>\d+)(?P<second>{re.escape(OF_GLOO)})?")
 _LIBRARY = re.compile(r"[/\\](?:torch|hpc_rl[/\\]training[/\\]distributed)[/\\.]|^<")
 """Files of frames that are not the place in a program where a collective was called."""
 _MOST_RANKS = 8
@@ -65,33 +68,58 @@ Record = Mapping[str, Group]
 """The groups of one rank, by name."""
 
 
+@dataclass(frozen=True)
+class Finding:
+    """What keeps ranks waiting."""
+
+    line: str
+    ranks: tuple[int, ...] = ()
+    """The ranks for which the others wait, if they wait for no others themselves; empty if these are not known."""
+    pool: str = ""
+
+    @property
+    def names(self) -> list[str]:
+        """The ranks as they call themselves in heartbeats."""
+        of_pool = f" of pool {self.pool}" if self.pool else ""
+        return [f"rank {rank}{of_pool}" for rank in self.ranks]
+
+
 class NoRecordError(ValueError):
     """A file that is not a flight recorder's."""
 
 
 def explanations(attempt: Path) -> list[str]:
     """Return a line for each finding in the records of an attempt, the most likely cause first."""
-    pools: dict[str, dict[int, Path]] = {}
+    return [f"{MARK}{finding.line}" for finding in findings(attempt)]
+
+
+def findings(attempt: Path) -> list[Finding]:
+    """Compare the records of an attempt. Return what keeps ranks waiting, in each pool the most likely cause first."""
+    pools: dict[str, dict[int, list[Path]]] = {}
     for path in sorted(attempt.glob("flight-*")):
         if found := _FILE.fullmatch(path.name):
-            pools.setdefault(found["pool"] or "", {})[int(found["rank"])] = path
-    return [line for pool, paths in pools.items() for line in _of_pool(attempt, pool, paths)]
+            pools.setdefault(found["pool"] or "", {}).setdefault(int(found["rank"]), []).append(path)
+    return [finding for pool, paths in pools.items() for finding in _of_pool(attempt, pool, paths)]
 
 
-def _of_pool(attempt: Path, pool: str, paths: Mapping[int, Path]) -> Iterator[str]:
+def _of_pool(attempt: Path, pool: str, paths: Mapping[int, Sequence[Path]]) -> Iterator[Finding]:
     records: dict[int, Record] = {}
-    for rank, path in paths.items():
-        try:
-            records[rank] = read_record(path)
-        except (NoRecordError, OSError) as error:
-            yield f"{MARK}{path.name} cannot be read: {error}"
+    unreadable: list[str] = []
+    for rank, files in paths.items():
+        for path in files:
+            try:
+                records[rank] = {**records.get(rank, {}), **read_record(path)}
+            except (NoRecordError, OSError) as error:
+                unreadable.append(f"{path.name} cannot be read: {error}")
     logs = attempt.glob(f"node*-{pool}-rank*.log" if pool else "node*-rank*.log")
     expected = {int(path.stem.rpartition("rank")[2]) for path in logs}
     where = f" of pool {pool}" if pool else ""
-    yield from (f"{MARK}{line}{where}" for line in compare(records, expected))
+    for finding in compare(records, expected):
+        yield replace(finding, line=f"{finding.line}{where}", pool=pool)
+    yield from (Finding(line, pool=pool) for line in unreadable)
 
 
-def compare(records: Mapping[int, Record], expected: Collection[int] = ()) -> list[str]:
+def compare(records: Mapping[int, Record], expected: Collection[int] = ()) -> list[Finding]:
     """Compare the records of ranks. Return what keeps them waiting, the most likely cause first.
 
     Args:
@@ -102,25 +130,39 @@ def compare(records: Mapping[int, Record], expected: Collection[int] = ()) -> li
     absent = sorted(
         {*expected, *(rank for one in records.values() for g in one.values() for rank in g.ranks)} - {*records}
     )
-    found: list[tuple[int, str]] = []
+    found: list[tuple[int, Finding]] = []
     if absent:
         waiting = "; ".join(_waiting(records))
-        found.append((1, f"{_ranks(absent)} left no record: ended, or hangs outside of torch.distributed. {waiting}"))
-    for name in sorted({name for record in records.values() for name in record}):
-        views = {rank: record[name] for rank, record in records.items() if name in record}
-        label = next(iter(views.values())).label
-        members = next((view.ranks for view in views.values() if view.ranks), ())
-        everyone = members or (tuple(records) if label.startswith("default_pg") else tuple(views))
-        views |= {rank: Group(label, {}) for rank in everyone if rank in records and rank not in views}
+        ended = f"{_ranks(absent)} left no record: ended, or hangs outside of torch.distributed. {waiting}"
+        found.append((1, Finding(ended, tuple(absent))))
+    groups = {name: _views(name, records) for name in sorted({name for record in records.values() for name in record})}
+    held_up = {rank for views in groups.values() for rank in _held_up(views)}
+    held_up |= {rank for rank, record in records.items() if any(group.waits for group in record.values())}
+    for views in groups.values():
         if line := _different(views):
-            found.append((0, line))
+            found.append((0, Finding(line)))
         elif line := _late(views):
-            late = [rank for rank, view in views.items() if view.last == min(v.last for v in views.values())]
-            busy = any(view.waits for rank in late for view in records[rank].values())
-            found.append((3 if busy else 2, line))
+            late = {rank for rank, view in views.items() if view.last == min(v.last for v in views.values())}
+            free = sorted(late - held_up)
+            found.append((2 if len(free) == len(late) else 3 if free else 4, Finding(line, tuple(free))))
         elif not absent and (line := _stuck(views)):
-            found.append((4, line))
-    return [line for _, line in sorted(found, key=lambda pair: pair[0])]
+            found.append((5, Finding(line)))
+    return [finding for _, finding in sorted(found, key=lambda pair: pair[0])]
+
+
+def _views(name: str, records: Mapping[int, Record]) -> dict[int, Group]:
+    """Return a group as each of its ranks that left a record has recorded it."""
+    views = {rank: record[name] for rank, record in records.items() if name in record}
+    label = next(iter(views.values())).label
+    members = next((view.ranks for view in views.values() if view.ranks), ())
+    everyone = members or (tuple(records) if label.startswith("default_pg") else tuple(views))
+    return views | {rank: Group(label, {}) for rank in everyone if rank in records and rank not in views}
+
+
+def _held_up(views: Mapping[int, Group]) -> list[int]:
+    """Return the ranks that wait in a collective which another rank has not reached."""
+    low = min(view.last for view in views.values())
+    return [rank for rank, view in views.items() if low + 1 in view.calls and not view.calls[low + 1].completed]
 
 
 def _different(views: Mapping[int, Group]) -> str | None:
@@ -146,7 +188,7 @@ def _late(views: Mapping[int, Group]) -> str | None:
     if low == high:
         return None
     late = [rank for rank, view in views.items() if view.last == low]
-    waiting = [rank for rank, view in views.items() if low + 1 in view.calls and not view.calls[low + 1].completed]
+    waiting = _held_up(views)
     if not waiting:
         return None
     view, call = views[late[0]], views[waiting[0]].calls[low + 1]
@@ -209,7 +251,7 @@ class _Plain(pickle.Unpickler):
 
 
 def read_record(path: Path) -> Record:
-    """Read one rank's file.
+    """Read one file of a rank. The groups of its second file have names of their own, since gloo counts by itself.
 
     Raises:
         NoRecordError: the file is not a flight recorder's, is cut off, or is too large.
@@ -220,11 +262,14 @@ def read_record(path: Path) -> Record:
         raise NoRecordError(f"it has {size} bytes, more than {LARGEST_BYTES}")
     try:
         with path.open("rb") as file:
-            return groups_of(_Plain(file).load())
+            found = groups_of(_Plain(file).load())
     except NoRecordError:
         raise
     except (pickle.UnpicklingError, EOFError, ValueError, TypeError, KeyError, IndexError, AttributeError) as error:
         raise NoRecordError(f"{type(error).__name__}: {error}") from error
+    if path.suffix != OF_GLOO:
+        return found
+    return {f"{name}{OF_GLOO}": replace(group, label=f"{group.label} (gloo)") for name, group in found.items()}
 
 
 def groups_of(dump: Mapping[str, Any]) -> Record:
