@@ -138,7 +138,7 @@ class Ranks(WorkerGroup):
 
     def __init__(self, config: PpoConfig, ranks: int, shared: Shared, numbers: NDArray[np.float32]) -> None:
         self._carrier = RayCarrier()
-        self._row_tokens = config.trainer.row_tokens
+        self.row_tokens, self.longest_row = config.trainer.row_tokens, 0
         self._sequence_parallel = config.trainer.sequence_parallel
         self._workers = [None] * ranks
         self._held = None

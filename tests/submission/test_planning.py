@@ -20,7 +20,8 @@ from hpc_rl.submission.resources import granted_bytes
 from tests.fake_slurm import fake_slurm
 from tests.plan.configs import QWEN_7B
 
-PLAN = ("plan", "sft", "model.path=7b", "trainer.device=cuda", "--gpus-per-node", "8")
+ROWS = "trainer.micro_tokens=4096"
+PLAN = ("plan", "sft", "model.path=7b", "trainer.device=cuda", "--gpus-per-node", "8", ROWS)
 
 
 @pytest.fixture(autouse=True)
@@ -36,7 +37,8 @@ def folder(tmp_path: Path, monkeypatch: MonkeyPatch) -> Path:
 
 
 def request(*words: str, gpu_gb: float | None = 80, **more: Any) -> Request:
-    """Return a request for supervised fine-tuning of the model on 8 GPUs."""
+    """Return a request for supervised fine-tuning of the model on 8 GPUs, with ROWS if no word sets them."""
+    words = words if any(word.startswith("trainer.micro_tokens=") for word in words) else (ROWS, *words)
     own = ("model.path=7b", "data.train_files=train.jsonl", "trainer.device=cuda", "trainer.n_gpus_per_node=8")
     memory = () if gpu_gb is None else (f"slurm.node.gpu_gb={gpu_gb}",)
     return Request("sft", (*own, *memory, *words), **more)
