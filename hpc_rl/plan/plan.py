@@ -17,7 +17,6 @@ from hpc_rl.config.ppo import PpoConfig
 from hpc_rl.config.training import TrainingConfig
 from hpc_rl.plan.gpu_memory import COMPUTE, Held
 from hpc_rl.plan.hardware import TIGHT, USABLE
-from hpc_rl.plan.rows import MICRO_TOKENS, Rows, chosen
 from hpc_rl.plan.memory import (
     Phase,
     Placed,
@@ -27,6 +26,7 @@ from hpc_rl.plan.memory import (
     phases,
     placed_models,
 )
+from hpc_rl.plan.rows import MICRO_TOKENS, Rows, chosen
 
 Verdict = Literal["fits", "is tight", "does not fit"]
 TOKEN_BYTES = 4

@@ -25,8 +25,8 @@ MOST = 32 * UNIT
 length (Qwen3-0.6B, one H200, docs/benchmarks.md). 8,192 tokens reach 14 % of the GPU's peak in this time, so that about
 29,000 tokens reach half of it, and fewer of a larger model."""
 ENOUGH = 0.95
-"""Part of the usable memory that rows in use may take, as measured. Rows are chosen with more room (TIGHT), because a
-plan may be wrong."""
+"""Part of the usable memory that rows in use may take, as measured. Longer rows are chosen with more room (TIGHT),
+because a plan may be wrong."""
 
 Reason = Literal["memory", "part", "speed", "host"]
 """Why rows are not longer: they would not fit, nothing would fill them, they would be no faster, or their inputs would
@@ -43,7 +43,7 @@ class Rows:
     """The phase that computes such rows and needs the most memory."""
     reason: Reason
     limit: float
-    """The bytes of a GPU that a choice may fill."""
+    """The bytes of a GPU that such rows, or longer ones, may fill."""
     longer: tuple[int, float] | None = None
     """The next number of tokens, and the bytes that it would need; None if memory is not the reason."""
 
@@ -67,7 +67,7 @@ def usual(config: Planned) -> int:
 
 def chosen(config: Planned, shapes: Shapes, gpu: float, unplanned: float = 0.0) -> Rows | None:
     """Choose trainer.micro_tokens=auto: the most tokens with which each phase that computes rows fits, or needs no more
-    than with the shortest rows.
+    than with the shortest rows, which hold the longest sample.
 
     Args:
         shapes: of all models that `models_of` names.
@@ -80,19 +80,19 @@ def chosen(config: Planned, shapes: Shapes, gpu: float, unplanned: float = 0.0) 
     """
     if not is_auto(config):
         return None
-    limit, first = TIGHT * USABLE * gpu, least(config)
+    first = least(config)
     shortest = _computing(config, shapes, gpu, first)
     most, reason = _most(config, shapes, gpu)
     tokens, found = first, shortest
     for longer in _sizes(first, most):
-        needed = _computing(config, shapes, gpu, longer)
+        needed, limit = _computing(config, shapes, gpu, longer), _limit(longer, gpu)
         pairs = zip(needed, shortest, strict=True)
         too_full = [one for one, before in pairs if one.peak > max(limit - unplanned, before.peak)]
         if too_full:
             most_bytes = max(one.peak for one in too_full) + unplanned
             return Rows(tokens, _fullest(found), "memory", limit, (longer, most_bytes))
         tokens, found = longer, needed
-    return Rows(tokens, _fullest(found), reason, limit)
+    return Rows(tokens, _fullest(found), reason, _limit(tokens, gpu))
 
 
 def corrected(
@@ -130,6 +130,12 @@ def _unplanned(planned: list[Phase], measured: Mapping[str, float]) -> float:
         return max(measured[pool] - every, min(0.0, measured[pool] - computing))
 
     return max(map(of_pool, measured))
+
+
+def _limit(tokens: int, gpu: float) -> float:
+    """Return the bytes that rows may fill. Usual ones may fill a GPU, because shorter ones are slow; longer ones leave
+    room for what is not planned."""
+    return (1.0 if tokens <= USUAL else TIGHT) * USABLE * gpu
 
 
 def _computing(config: Planned, shapes: Shapes, gpu: float, tokens: int) -> list[Phase]:

@@ -1,4 +1,4 @@
-"""trainer.micro_tokens=auto of a job with pools: decided for all of its workers, and corrected after their first step."""
+"""trainer.micro_tokens=auto of a job with pools: decided for all workers, and corrected after their first step."""
 
 from __future__ import annotations
 

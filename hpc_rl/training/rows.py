@@ -1,10 +1,10 @@
 """trainer.micro_tokens=auto in a job: decided at its start, corrected once, and the same after a resume.
 
-The plan decides, as at submission (hpc_rl.plan.rows): from the memory that the settings state for a GPU, or from that of
-the smallest device if it is less, or if none is stated. After the first complete step, the measured memory corrects the
-decision. It is then recorded in each checkpoint. An attempt that resumes on GPUs of the same number and memory, and for
-which the plan is the same, uses the recorded number. Otherwise its memory is another, and the job decides again: the
-number of ranks changes what each of them holds.
+The plan decides, as at submission (hpc_rl.plan.rows): from the memory that the settings state for a GPU, or from that
+of the smallest device if it is less, or if none is stated. After the first complete step, the measured memory corrects
+the decision. Each checkpoint records it. An attempt that resumes on as many GPUs of the same memory, and for which the
+plan chooses the same, uses the recorded number, so that its micro-batches and its rounding are those of the attempt
+before. Otherwise the job decides again, because each rank then holds another part of the model, or has other memory.
 """
 
 from __future__ import annotations
@@ -92,8 +92,8 @@ def correct(config: Planned, before: Decision, longest: int, measured: Mapping[s
     recorded = {**before.recorded, "tokens": tokens, "is_corrected": 1}
     peak = max(measured.values()) / 1e9
     line = (
-        f"{MICRO_TOKENS}=auto: {tokens:,} tokens in each pass of a rank from now on, instead of {before.tokens:,}, because "
-        f"{peak:.1f} GB of {gpu / 1e9:.1f} were measured with {longest:,}"
+        f"{MICRO_TOKENS}=auto: {tokens:,} tokens in each pass of a rank from now on, instead of {before.tokens:,}, "
+        f"because {peak:.1f} GB of {gpu / 1e9:.1f} were measured with {longest:,}"
     )
     return Decision(tokens, line if tokens != before.tokens else "", recorded)
 
@@ -131,8 +131,8 @@ def correct_together(config: FinetuneConfig, before: Decision, longest: int, wor
 
 
 def memory_of(config: Planned, device: float) -> float:
-    """Return the bytes of memory of a GPU for which rows are chosen: those that the settings state, as at submission, if
-    the device has them."""
+    """Return the bytes of memory of a GPU for which rows are chosen: those that the settings state, as at submission,
+    if the device has them."""
     return min(device, gpu_bytes(config.slurm) or device)
 
 
