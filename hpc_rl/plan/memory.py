@@ -133,8 +133,7 @@ def _row_tokens(config: FinetuneConfig | PpoConfig, groups: int) -> int:
         items = config.data.train_batch_size
         if not config.trainer.packing:
             return config.data.longest
-    longest = config.data.longest
-    return max(longest, min(config.trainer.row_tokens, -(-items // groups) * longest))
+    return min(config.trainer.row_tokens, -(-items // groups) * config.data.longest)
 
 
 def _finetune_phases(config: FinetuneConfig, shapes: Shapes, gpu_bytes: float) -> Iterator[Phase]:
@@ -213,7 +212,7 @@ def _pool_phases(
         yield Phase("generation", states, awake)
     if not isinstance(config, PpoConfig):
         if "reward" in held:
-            working = held["reward"].forward(max(config.data.longest, config.trainer.row_tokens))
+            working = held["reward"].forward(config.trainer.row_tokens)
             yield Phase("reward model", computing("reward"), working, computes=True)
         return
     tokens = micro_tokens(config, ranks)

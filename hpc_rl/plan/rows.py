@@ -112,7 +112,7 @@ def corrected(
     rows = chosen(config, shapes, gpu, unplanned)
     assert rows is not None
     if rows.tokens > tokens:
-        return rows.tokens if longest >= max(least(config), tokens // 2) else tokens
+        return rows.tokens if longest >= tokens // 2 else tokens
     return rows.tokens if needed > ENOUGH * USABLE * gpu else tokens
 
 

@@ -168,8 +168,6 @@ def test_rows_that_were_not_full_do_not_show_that_longer_ones_fit() -> None:
     assert corrected(job, SHAPES, 80e9, 4096, 2048, less) == 8192
     less = {"": planned(job, 2000) - 10e9}
     assert corrected(job, SHAPES, 80e9, 4096, 2000, less) == 4096
-    long = config("sft", AUTO, "data.max_length=3000")
-    assert corrected(long, SHAPES, 80e9, 4096, 2500, {"": planned(long, 3000) - 10e9}) == 4096
 
 
 def test_a_phase_without_rows_may_need_the_most_memory() -> None:
