@@ -63,6 +63,7 @@ from hpc_rl.rl.workers.group import WorkerGroup
 from hpc_rl.run_dir import RunDir
 from hpc_rl.training.models.causal_lm import Flops
 from hpc_rl.training.perf import Clock, Spans
+from hpc_rl.training.rows import FIXED
 from hpc_rl.training.stopping import Stopping
 
 T = TypeVar("T")
@@ -303,6 +304,7 @@ def state_of(config: PpoConfig, ranks: int, prompts: int, lengths: NDArray[np.in
         tracker=cast(Any, tracker),
         stopping=Stopping(run, 180, unlimited),
         validates_first=False,
+        rows=FIXED,
         kl=AdaptiveKl(config.algorithm.kl.coef, None, 1),
         step=1,
         total_tokens=0,

@@ -183,7 +183,7 @@ PREFERENCES = [
         "algorithm.desirable_weight=2"),
     dpo("undesirable_weight has no effect with loss=sigmoid: use loss=kto", "algorithm.undesirable_weight=2"),
     rm("response_key=chosen has no effect on pairs: set label_key", "data.response_key=chosen"),
-    dpo("for each of two samples needs 8000 tokens", "data.max_length=4000"),
+    dpo("for each of two samples needs 8000 tokens", "data.max_length=4000", "trainer.micro_tokens=4096"),
     dpo("ref.path ./none: there is no such folder", "ref.path=./none"),
     dpo("3 tokens differ, for example 'c', which is 1 and missing", "model.path=ours", "ref.path=strange"),
     dpo("eos_token is '<end>' and '<stop>'", "model.path=stops", "ref.path=ends"),

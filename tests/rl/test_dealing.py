@@ -132,6 +132,14 @@ def test_a_last_mini_batch_may_be_smaller() -> None:
     assert mini_batches(10, None) == mini_batches(10, 20) == [slice(0, 10)]
 
 
+def test_the_longest_row() -> None:
+    lengths = np.array([20, 25, 30, 7, 5])
+    deal = deal_step(lengths, lengths, 3, 2, MICRO_TOKENS)
+    assert deal.micro_batches == [[[[2]], [[3]]], [[[0, 1]], [[4]]]]
+    assert deal.longest_row(lengths) == 45
+    assert deal_step(lengths[:0], lengths[:0], None, 2, MICRO_TOKENS).longest_row(lengths) == 0
+
+
 def test_a_sample_over_the_budget_is_refused() -> None:
     with pytest.raises(UserError, match=r"a sample of 61 tokens is over trainer\.micro_tokens 60"):
         dealt_to([(31, 30)], None, 1)
