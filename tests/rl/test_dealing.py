@@ -135,9 +135,10 @@ def test_a_last_mini_batch_may_be_smaller() -> None:
 def test_the_longest_row() -> None:
     lengths = np.array([20, 25, 30, 7, 5])
     deal = deal_step(lengths, lengths, 3, 2, MICRO_TOKENS)
-    assert deal.micro_batches == [[[[2]], [[3]]], [[[0, 1]], [[4]]]]
+    assert deal.micro_batches == [[[[0, 1]], [[3]]], [[[2]], [[4]]]]
     assert deal.longest_row(lengths) == 45
-    assert deal_step(lengths[:0], lengths[:0], None, 2, MICRO_TOKENS).longest_row(lengths) == 0
+    few = deal_step(lengths[2:3], lengths[2:3], None, 2, MICRO_TOKENS)  # a rank without a row
+    assert few.longest_row(lengths[2:3]) == 30
 
 
 def test_a_sample_over_the_budget_is_refused() -> None:
