@@ -34,8 +34,8 @@ def decide_rows(config: DriverConfig, groups: Collection[WorkerGroup], progress:
 
 def correct_rows(state: PpoState) -> None:
     """Correct trainer.micro_tokens=auto, after the first step in which all models were updated."""
-    config, warmup = state.config, state.config.critic.warmup_steps if state.critic is not None else 0
-    if state.rows.is_corrected or state.step <= warmup:
+    config = state.config
+    if state.rows.is_corrected or (state.critic is not None and state.step <= config.critic.warmup_steps):
         return
     pools = {group.pool if config.pools.spec else "": group.max_memory_gb() for group in state.groups}
     measured = {pool: 1e9 * pending.wait() for pool, pending in pools.items()}
