@@ -63,6 +63,7 @@ from hpc_rl.rl.workers.group import WorkerGroup
 from hpc_rl.run_dir import RunDir
 from hpc_rl.training.models.causal_lm import Flops
 from hpc_rl.training.perf import Clock, Spans
+from hpc_rl.training.rows import FIXED
 from hpc_rl.training.stopping import Stopping
 
 T = TypeVar("T")
@@ -138,7 +139,7 @@ class Ranks(WorkerGroup):
 
     def __init__(self, config: PpoConfig, ranks: int, shared: Shared, numbers: NDArray[np.float32]) -> None:
         self._carrier = RayCarrier()
-        self._row_tokens = config.trainer.row_tokens
+        self.row_tokens, self.longest_row = config.trainer.row_tokens, 0
         self._sequence_parallel = config.trainer.sequence_parallel
         self._workers = [None] * ranks
         self._held = None
@@ -303,6 +304,7 @@ def state_of(config: PpoConfig, ranks: int, prompts: int, lengths: NDArray[np.in
         tracker=cast(Any, tracker),
         stopping=Stopping(run, 180, unlimited),
         validates_first=False,
+        rows=FIXED,
         kl=AdaptiveKl(config.algorithm.kl.coef, None, 1),
         step=1,
         total_tokens=0,

@@ -163,7 +163,7 @@ def test_configuration_is_shown_and_documented(folder: Path) -> None:
     assert "required keys without a value: model.path, data.train_files" in done.stderr
     assert json.loads(run(folder, "config", "sft", "--json").stdout)["trainer"]["nnodes"] == 1
     documented = run(folder, "config", "sft", "--help").stdout
-    assert "trainer.micro_tokens = 4096" in documented and "Usage:" in documented
+    assert "trainer.micro_tokens = auto" in documented and "Usage:" in documented
 
 
 def test_a_script_of_somebody_else_is_refused(folder: Path) -> None:

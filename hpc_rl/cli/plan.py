@@ -83,7 +83,7 @@ def _lines(
     config: Planned, shapes: dict[str, Shape], plan: Plan, memory: GpuMemory, measured: Measured | None
 ) -> Iterator[str]:
     from hpc_rl.plan.advice import MOST_NODES, fewest
-    from hpc_rl.plan.text import arithmetic, cache_text, gigabytes, parts_text, problem
+    from hpc_rl.plan.text import arithmetic, cache_text, gigabytes, parts_text, problem, rows_text
 
     trainer = config.trainer
     for path, shape in shapes.items():
@@ -110,6 +110,8 @@ def _lines(
             f"             the similar run {measured.run} recorded {measured.peak_gb:.1f} GB, and its plan expected "
             f"{measured.planned_gb:.1f} GB"
         )
+    if plan.rows is not None:
+        yield f"micro-batch  {rows_text(plan.rows, plan.gpu)}"
     if plan.engine is not None:
         yield f"generation   {cache_text(plan)}"
     least = fewest(config, shapes, plan.gpu, first=1, may_change=False)
@@ -161,6 +163,7 @@ def _facts(plan: Plan) -> dict[str, Any]:
         "verdict": plan.verdict,
         "gpu": round(plan.gpu),
         "usable": round(plan.usable),
+        "micro_tokens": None if plan.rows is None else plan.rows.tokens,
         "phases": phases,
         "cache_tokens": None if plan.engine is None else round(plan.engine.cache),
         "host": round(plan.host),

@@ -76,8 +76,8 @@ class FinetuneConfig(JobConfig):
         yield from self._sequence_problems()
         if self.data.stream_rows is not None:
             yield from self._stream_problems(self.data.stream_rows)
-        longest, limit = self.data.longest, self.trainer.row_tokens
-        if longest > limit:
+        longest = self.data.longest
+        if not self.trainer.holds(longest):
             both = "" if longest == self.data.max_length else f" for each of two samples needs {longest} tokens, which"
             yield (
                 f"data.max_length {self.data.max_length}{both} exceeds {row_limit(self.trainer)}: "

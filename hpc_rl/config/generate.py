@@ -15,7 +15,7 @@ from hpc_rl.config.prompts import PromptConfig
 from hpc_rl.config.ray import RayJobConfig
 from hpc_rl.config.reward import OptionalRewardConfig, require_reward
 from hpc_rl.config.rollout import EngineConfig, engine_problems
-from hpc_rl.config.training import ModelSource, Offload, RecordedConfig, Sharding
+from hpc_rl.config.training import MicroTokens, ModelSource, Offload, RecordedConfig, Sharding
 
 
 class GenerateDataConfig(PromptConfig):
@@ -89,8 +89,9 @@ class GenerateTrainerConfig(RecordedConfig):
     model_timeout_s: int = Field(1800, ge=1)
     """Deadline in seconds for the engines to load the model, and again for the reward model. The nodes and Ray have a
     limit of their own (ray.start_timeout_s)."""
-    micro_tokens: int = Field(4096, ge=2)
-    """Largest number of tokens in one forward pass of the reward model on one GPU."""
+    micro_tokens: MicroTokens = "auto"
+    """Largest number of tokens in one forward pass of the reward model on one GPU. auto: as in reinforcement learning,
+    without the correction after the first step."""
     sharding: ClassVar[Literal["auto", Sharding]] = "auto"
     """Of the reward model, as in reinforcement learning."""
     offload: ClassVar[Offload] = "none"
@@ -101,7 +102,8 @@ class GenerateTrainerConfig(RecordedConfig):
 
     @property
     def row_tokens(self) -> int:
-        """The largest number of tokens of a packed row."""
+        """The largest number of tokens of a packed row. A job has decided before what auto is."""
+        assert self.micro_tokens != "auto"
         return self.micro_tokens
 
 
@@ -148,8 +150,8 @@ class GenerateConfig(RayJobConfig):
         yield from pool_problems(self)
         yield from engine_problems(self)
         yield from self._openai_problems()
-        longest, limit = self.data.max_prompt_length + self.data.max_response_length, self.trainer.micro_tokens
-        if self.reward.model is not None and longest > limit:
+        limit = self.trainer.micro_tokens
+        if self.reward.model is not None and limit != "auto" and self.data.longest > limit:
             yield (
                 f"data.max_prompt_length {self.data.max_prompt_length} + data.max_response_length "
                 f"{self.data.max_response_length} exceeds trainer.micro_tokens {limit}: the reward model reads whole "

@@ -162,7 +162,7 @@ class PpoConfig(RayJobConfig):
                 f"actor.shuffle has no effect: all {responses} responses of a step are one mini-batch; set "
                 "actor.mini_batch_size to less, or remove actor.shuffle"
             )
-        if data.max_prompt_length + data.max_response_length > self.trainer.row_tokens:
+        if not self.trainer.holds(data.longest):
             yield (
                 f"data.max_prompt_length {data.max_prompt_length} + data.max_response_length "
                 f"{data.max_response_length} exceeds {row_limit(self.trainer)}: a sample "

@@ -37,6 +37,11 @@ class PromptConfig(Section):
     max_response_length: int = Field(512, ge=1)
     """Longest response, in tokens. In a conversation, all tokens after the prompt."""
 
+    @property
+    def longest(self) -> int:
+        """The largest number of tokens of a prompt with its response, which cannot be split among micro-batches."""
+        return self.max_prompt_length + self.max_response_length
+
 
 class PromptDataConfig(PromptConfig, PromptFiles):
     train_batch_size: int = Field(64, ge=1)

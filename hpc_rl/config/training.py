@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, TypeAdapter, ValidationError, field_validator
+from pydantic import BeforeValidator, Field, TypeAdapter, ValidationError, field_validator
 
 from hpc_rl.config.base import Path, Section
 from hpc_rl.config.job import TrainerConfig
@@ -20,6 +20,19 @@ OFFLOAD_BYTES = 1 << 30
 """Bytes of the moments that come to the device at a time if they wait in host memory; two such parts are there."""
 MOST_PROFILED = 10
 """Largest number of steps of trainer.profile_steps."""
+_TOKENS = TypeAdapter(Annotated[int, Field(ge=2)])
+
+
+def _auto_or_tokens(value: Any) -> Any:
+    if value == "auto":
+        return value
+    try:
+        return _TOKENS.validate_python(value)
+    except ValidationError:
+        raise ValueError(f"expected auto, or a whole number of at least 2, found {value!r}") from None
+
+
+MicroTokens = Annotated[Literal["auto"] | int, BeforeValidator(_auto_or_tokens)]
 
 
 class LoraConfig(Section):
@@ -167,8 +180,11 @@ class TrainingConfig(RecordedConfig):
     """Passes over the training data."""
     total_training_steps: int | None = Field(None, ge=1)
     """Number of training steps, instead of total_epochs. null: as many as total_epochs has."""
-    micro_tokens: int = Field(4096, ge=2)
-    """Largest number of tokens in one forward and backward pass on one rank. This setting determines memory use."""
+    micro_tokens: MicroTokens = "auto"
+    """Largest number of tokens in one forward and backward pass on one rank. This setting determines memory use and
+    speed, not the result. auto: on GPUs the largest of 1,024, 2,048, 4,096 to 32,768 that fits by the plan of the job,
+    corrected after the first step from the measured memory, and no more than a rank's part of a batch needs; on CPUs
+    4,096; in both cases more if the longest sample needs it."""
     sequence_parallel: int = Field(1, ge=1)
     """Number of neighbouring ranks that compute a packed row together, for samples that are too long for one GPU. Each
     rank has a slice of the row, which has up to sequence_parallel x micro_tokens tokens. The number has to divide the
@@ -208,8 +224,13 @@ class TrainingConfig(RecordedConfig):
 
     @property
     def row_tokens(self) -> int:
-        """The largest number of tokens of a packed row."""
+        """The largest number of tokens of a packed row. A job has decided before what auto is."""
+        assert self.micro_tokens != "auto"
         return self.sequence_parallel * self.micro_tokens
+
+    def holds(self, longest: int) -> bool:
+        """Return whether a row holds a sample of so many tokens."""
+        return self.micro_tokens == "auto" or longest <= self.row_tokens
 
     def problems(self) -> Iterator[str]:
         if self.reduce_dtype == "bfloat16" and self.sharding in ("gradients", "none"):

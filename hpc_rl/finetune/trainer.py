@@ -35,6 +35,7 @@ from hpc_rl.training.offload import ModelOffload
 from hpc_rl.training.optim import build_optimizer, clip_gradients, lr_factor, set_lr
 from hpc_rl.training.perf import Clock, max_memory_gb, peak_flops
 from hpc_rl.training.profiling import trace_path, traced
+from hpc_rl.training.rows import FIXED, Decision, correct_together, decide_together
 from hpc_rl.training.stopping import IN_VAIN, TESTING, WRITING, Stopped, Stopping, open_stopping, stopped_line
 
 if TYPE_CHECKING:
@@ -78,6 +79,8 @@ class TrainerState:
     saved_at: float = field(default_factory=time.monotonic)
     ask_every: int = 1
     """Number of micro-batches after which the ranks agree whether to stop, the same on every rank."""
+    rows: Decision = FIXED
+    """What trainer.micro_tokens=auto is; config has the number."""
 
 
 def train(config: FinetuneConfig, run: RunDir, world: World) -> int:
@@ -86,6 +89,9 @@ def train(config: FinetuneConfig, run: RunDir, world: World) -> int:
     Returns:
         the exit code of the process: 0, or 75 if the run is not finished and can be resumed.
     """
+    with heart.phase("load"):
+        rows = decide_together(config, run.checkpoints, world)
+    config = rows.used_in(config)
     objective = objective_of(config)
     own = objective.join(world)
     if own is None:
@@ -93,6 +99,7 @@ def train(config: FinetuneConfig, run: RunDir, world: World) -> int:
     try:
         with heart.phase("load"):
             state = load(config, run, own, objective)
+        state.rows = rows
     except Stopped as stopped:
         print_once(own, str(stopped))
         return EXIT_STOPPED
@@ -253,6 +260,9 @@ def step(state: TrainerState, clock: Clock) -> dict[str, float]:
         set_lr(state.optimizer, lr)
         state.offload.step()
         state.optimizer.zero_grad(set_to_none=True)
+    if not state.rows.is_corrected:
+        longest = max((sum(work.lengths[index] for index in micro) for micro in plan), default=0)
+        use_rows(state, correct_together(config, state.rows, longest, world))
     state.step, state.position, state.stop, state.save = number, batch.position, bool(stops[0]), bool(saves[0])
     state.ask_every = max(1, int(_ASK_EVERY_S * len(micro_batches) / max(seconds[0], 1e-9)))
     state.total_tokens += work.tokens
@@ -328,6 +338,13 @@ def discard(state: TrainerState, random: Tensors) -> None:
     state.stop = True
 
 
+def use_rows(state: TrainerState, rows: Decision) -> None:
+    """Change trainer.micro_tokens for the steps that follow."""
+    state.rows, state.config = rows, rows.used_in(state.config)
+    if rows.line:
+        print_once(state.world, rows.line)
+
+
 def perf_metrics(work: Work, clock: Clock, flops: Flops, world: World) -> dict[str, float]:
     """Return the speed of a step without saving and validation. docs/sft.md lists the metrics and their scope.
 
@@ -360,6 +377,7 @@ def save(state: TrainerState) -> None:
         merge=state.config.model.lora.merge,
         quantize=state.config.model.lora.quantize,
         world_size=state.world.size,
+        micro_tokens=state.rows.recorded,
         wandb_id=state.tracker.wandb_id,
     )
     with guards.explain_out_of_memory("saving"), state.offload.whole():

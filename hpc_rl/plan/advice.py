@@ -10,13 +10,13 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from hpc_rl.config.finetune import FinetuneConfig
 from hpc_rl.config.generate import GenerateConfig
 from hpc_rl.config.ppo import PpoConfig
 from hpc_rl.config.rollout import SHARED_GPU
 from hpc_rl.config.tree import put
 from hpc_rl.plan.memory import Planned, Shapes, models_of
 from hpc_rl.plan.plan import fits, plan_of
+from hpc_rl.plan.rows import MICRO_TOKENS, least
 
 Goal = Callable[[Planned], bool]
 """Whether a changed job is what is wanted."""
@@ -54,29 +54,24 @@ def _sharding(config: Any, shapes: Shapes) -> Iterator[Settings]:
 
 
 def _micro_tokens(config: Any, shapes: Shapes) -> Iterator[Settings]:
-    if isinstance(config, GenerateConfig):
+    size = config.trainer.micro_tokens
+    if isinstance(config, GenerateConfig) or size == "auto":
         return
-    longest, size = -(-_longest(config) // config.trainer.sequence_parallel), config.trainer.micro_tokens
-    while (size := size // 2) >= longest:
-        yield {"trainer.micro_tokens": size}
-    if size * 2 > longest:
-        yield {"trainer.micro_tokens": longest}
+    fewest_tokens = least(config)
+    while (size := size // 2) >= fewest_tokens:
+        yield {MICRO_TOKENS: size}
+    if size * 2 > fewest_tokens:
+        yield {MICRO_TOKENS: fewest_tokens}
 
 
 def _sequence_parallel(config: Any, shapes: Shapes) -> Iterator[Settings]:
     if isinstance(config, GenerateConfig):
         return
-    ranks, longest = config.trainer.n_gpus_per_node, _longest(config)
+    ranks, longest = config.trainer.n_gpus_per_node, config.data.longest
+    is_open = config.trainer.micro_tokens == "auto"
     for size in range(config.trainer.sequence_parallel + 1, min(ranks, longest // _LEAST_SLICE) + 1):
         if ranks % size == 0 and all(shapes[path].may_be_split(size) for path in models_of(config).values()):
-            yield {"trainer.sequence_parallel": size, "trainer.micro_tokens": -(-longest // size)}
-
-
-def _longest(config: FinetuneConfig | PpoConfig) -> int:
-    """Return the largest number of tokens that cannot be divided among rows."""
-    if isinstance(config, PpoConfig):
-        return config.data.max_prompt_length + config.data.max_response_length
-    return config.data.longest
+            yield {"trainer.sequence_parallel": size} | ({} if is_open else {MICRO_TOKENS: -(-longest // size)})
 
 
 def _recompute(config: Any, shapes: Shapes) -> Iterator[Settings]:

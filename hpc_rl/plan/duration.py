@@ -19,7 +19,7 @@ from hpc_rl.config.preferences import NEEDS_NO_REFERENCE, DpoConfig, RmConfig
 from hpc_rl.config.rollout import engine_spec
 from hpc_rl.config.training import recomputed_layers
 from hpc_rl.host.gpu_models import GpuModel
-from hpc_rl.plan.memory import Planned, Shapes, cache_tokens, models_of, sequence_of, weights_of_engine
+from hpc_rl.plan.memory import Planned, Shapes, cache_tokens, models_of, weights_of_engine
 from hpc_rl.plan.shape import Shape
 
 MFU = (0.12, 0.55)
@@ -86,7 +86,7 @@ def items_of(config: Planned) -> int:
 
 def length_of(config: Planned) -> int:
     """Return the largest number of tokens of a sample, of a pair, or of a response with its prompt."""
-    return config.data.longest if isinstance(config, FinetuneConfig) else sequence_of(config)
+    return config.data.longest
 
 
 def steps_of(config: Planned, rows: int | None) -> float | None:
@@ -177,7 +177,7 @@ def _finetuning(config: FinetuneConfig, shapes: Shapes) -> Iterator[Work]:
 
 
 def _pooled(config: PpoConfig | GenerateConfig, shapes: Shapes, memory: float) -> Iterator[Work]:
-    length = sequence_of(config)
+    length = config.data.longest
     tokens = float(items_of(config) * length)
     named = models_of(config)
     paths = {"critic": "critic.path", "teacher": "teacher.path", "reward": "reward.model"}

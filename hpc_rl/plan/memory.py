@@ -43,11 +43,19 @@ class Phase:
     """What exists beside it at the peak."""
     pool: str = ""
     """Empty if the job has no pools."""
+    computes: bool = False
+    """Whether micro-batches are computed in it, so that trainer.micro_tokens determines what it needs."""
 
     @property
     def peak(self) -> float:
         """The most memory of the phase."""
         return sum(self.resident.values()) + sum(self.working.values())
+
+    @property
+    def training(self) -> float:
+        """The part of it in the training processes, without engines in other processes."""
+        parts = {**self.resident, **self.working}
+        return sum(size for name, size in parts.items() if name not in ENGINE_PARTS)
 
 
 @dataclass(frozen=True)
@@ -120,14 +128,12 @@ def micro_tokens(config: FinetuneConfig | PpoConfig, ranks: int) -> int:
 def _row_tokens(config: FinetuneConfig | PpoConfig, groups: int) -> int:
     """Return the most tokens of a packed row, if the batch is divided among so many sequence groups."""
     if isinstance(config, PpoConfig):
-        data = config.data
-        longest = data.max_prompt_length + data.max_response_length
-        items = config.actor.mini_batch_size or data.train_batch_size * config.rollout.n
+        items = config.actor.mini_batch_size or config.data.train_batch_size * config.rollout.n
     else:
-        longest, items = config.data.longest, config.data.train_batch_size
+        items = config.data.train_batch_size
         if not config.trainer.packing:
-            return longest
-    return max(longest, min(config.trainer.row_tokens, -(-items // groups) * longest))
+            return config.data.longest
+    return min(config.trainer.row_tokens, -(-items // groups) * config.data.longest)
 
 
 def _finetune_phases(config: FinetuneConfig, shapes: Shapes, gpu_bytes: float) -> Iterator[Phase]:
@@ -140,9 +146,9 @@ def _finetune_phases(config: FinetuneConfig, shapes: Shapes, gpu_bytes: float) -
         if stays:
             held[name] = whole[name] = frozen.states
         else:
-            yield Phase(name, {name: frozen.states}, frozen.forward(tokens))
+            yield Phase(name, {name: frozen.states}, frozen.forward(tokens), computes=True)
     yield Phase("load", whole, {})
-    yield Phase("update", held, policy.update(tokens))
+    yield Phase("update", held, policy.update(tokens), computes=True)
     yield Phase("save", whole, {})
 
 
@@ -206,7 +212,8 @@ def _pool_phases(
         yield Phase("generation", states, awake)
     if not isinstance(config, PpoConfig):
         if "reward" in held:
-            yield Phase("reward model", computing("reward"), held["reward"].forward(config.rollout.max_num_seqs))
+            working = held["reward"].forward(config.trainer.row_tokens)
+            yield Phase("reward model", computing("reward"), working, computes=True)
         return
     tokens = micro_tokens(config, ranks)
     names: dict[Role, str] = {
@@ -218,10 +225,10 @@ def _pool_phases(
     }
     for role, name in names.items():
         if role in held:
-            yield Phase(name, computing(role), held[role].forward(tokens))
+            yield Phase(name, computing(role), held[role].forward(tokens), computes=True)
     learners: list[Role] = [role for role in ("critic", "actor") if role in held]
     for role in learners:
-        yield Phase(f"update of the {role}", computing(role), held[role].update(tokens))
+        yield Phase(f"update of the {role}", computing(role), held[role].update(tokens), computes=True)
     if "actor" in held:
         yield Phase("weight sync", states | {"actor": held["actor"].computing}, _sync(config, held["actor"], awake))
     if learners:
@@ -245,7 +252,7 @@ def engine_bytes(config: PpoConfig | GenerateConfig, shapes: Shapes, gpu_bytes: 
     """
     rollout, shape = config.rollout, shapes[config.model.path]
     if engine_spec(config).in_process:
-        return {ENGINE: weights_of_engine(config, shape) + sequence_of(config) * shape.cache_bytes()}
+        return {ENGINE: weights_of_engine(config, shape) + config.data.longest * shape.cache_bytes()}
     own = [rollout.engine_kwargs.get(name) for name in _SHARES]
     stated = [share for share in (*own, rollout.gpu_memory_utilization) if isinstance(share, float)]
     return {ENGINE: (stated[0] if stated else SHARED_GPU if shared else OWN_GPU) * gpu_bytes}
@@ -264,11 +271,6 @@ def cache_tokens(config: PpoConfig | GenerateConfig, shapes: Shapes, gpu_bytes: 
     rest = sum(engine_bytes(config, shapes, gpu_bytes, shared).values()) - ENGINE_BYTES
     rest -= weights_of_engine(config, shape)
     return rest / (shape.cache_bytes() / min(rollout.tensor_parallel_size, shape.key_heads))
-
-
-def sequence_of(config: PpoConfig | GenerateConfig) -> int:
-    """Return the largest number of tokens of a prompt with its response."""
-    return config.data.max_prompt_length + config.data.max_response_length
 
 
 def weights_of_engine(config: PpoConfig | GenerateConfig, shape: Shape) -> float:

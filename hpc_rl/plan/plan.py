@@ -18,7 +18,6 @@ from hpc_rl.config.training import TrainingConfig
 from hpc_rl.plan.gpu_memory import COMPUTE, Held
 from hpc_rl.plan.hardware import TIGHT, USABLE
 from hpc_rl.plan.memory import (
-    ENGINE_PARTS,
     Phase,
     Placed,
     Planned,
@@ -26,8 +25,8 @@ from hpc_rl.plan.memory import (
     cache_tokens,
     phases,
     placed_models,
-    sequence_of,
 )
+from hpc_rl.plan.rows import MICRO_TOKENS, Rows, chosen
 
 Verdict = Literal["fits", "is tight", "does not fit"]
 TOKEN_BYTES = 4
@@ -72,6 +71,8 @@ class Plan:
     """Disk space of the exported model."""
     window: float
     """Disk space of the tokens of a window of data that is read while the run trains, at their full length."""
+    rows: Rows | None = None
+    """What trainer.micro_tokens=auto is; None if it is a number."""
 
     @property
     def fullest(self) -> Phase:
@@ -98,8 +99,7 @@ class Plan:
     @property
     def training(self) -> float:
         """The most memory of the training processes, without engines in other processes."""
-        sizes = [{**phase.resident, **phase.working} for phase in self.phases]
-        return max(sum(size for name, size in parts.items() if name not in ENGINE_PARTS) for parts in sizes)
+        return max(phase.training for phase in self.phases)
 
     @property
     def cache_is_short(self) -> bool:
@@ -123,12 +123,15 @@ class Plan:
 
 
 def plan_of(config: Planned, shapes: Shapes, gpu: float) -> Plan:
-    """Plan a job on GPUs.
+    """Plan a job on GPUs; with trainer.micro_tokens=auto, as it is chosen for them.
 
     Args:
         shapes: of all models that `models_of` names.
         gpu: memory of one GPU, in bytes.
     """
+    rows = chosen(config, shapes, gpu)
+    if rows is not None:
+        config = config.updated(MICRO_TOKENS, rows.tokens)
     models = placed_models(config, shapes, gpu)
     trained = [placed for placed in models if placed.held.trained]
     checkpoints = export = 0.0
@@ -146,6 +149,7 @@ def plan_of(config: Planned, shapes: Shapes, gpu: float) -> Plan:
         checkpoints=checkpoints,
         export=export,
         window=_window_bytes(config),
+        rows=rows,
     )
 
 
@@ -158,7 +162,7 @@ def _engine(config: Planned, shapes: Shapes, gpu: float) -> Engine | None:
     if not isinstance(config, PpoConfig | GenerateConfig):
         return None
     cache = cache_tokens(config, shapes, gpu)
-    return None if cache is None else Engine(cache, sequence_of(config), config.rollout.max_num_seqs)
+    return None if cache is None else Engine(cache, config.data.longest, config.rollout.max_num_seqs)
 
 
 def _window_bytes(config: Planned) -> float:

@@ -8,11 +8,18 @@ from hpc_rl.host.counted import counted
 from hpc_rl.plan.advice import Advice, words
 from hpc_rl.plan.duration import PROMPTS, Duration
 from hpc_rl.plan.plan import Plan
+from hpc_rl.plan.rows import MICRO_TOKENS, Reason, Rows
 
 _MOST_PARTS = 4
 """Parts of a peak that are named."""
 _UNITS = ((3600, "h"), (60, "min"), (1, "s"))
 """Units of time in seconds. A unit is used from 2 of it on."""
+_NO_LONGER: dict[Reason, str] = {
+    "memory": "",
+    "part": ", which hold a rank's whole part of a batch",
+    "speed": "; longer rows are hardly faster",
+    "host": "; longer rows take more host memory (model.enable_activation_offload)",
+}
 
 
 def gigabytes(size: float) -> str:
@@ -35,6 +42,21 @@ def arithmetic(plan: Plan) -> str:
         f"the phase `{phase.name}`{where} needs {gigabytes(phase.peak)} GB on each GPU "
         f"({parts_text({**phase.resident, **phase.working})}), and of {gigabytes(plan.gpu)} GB about "
         f"{gigabytes(plan.usable)} are usable"
+    )
+
+
+def rows_text(rows: Rows, gpu: float) -> str:
+    """State what trainer.micro_tokens=auto is, and why.
+
+    Args:
+        gpu: memory of one GPU, in bytes.
+    """
+    needs = f"The phase `{rows.fullest.name}` needs {gigabytes(rows.fullest.peak)} GB"
+    if rows.longer is not None:
+        needs += f", and with {rows.longer[0]:,} it would need {gigabytes(rows.longer[1])} GB"
+    return (
+        f"{MICRO_TOKENS}=auto: {rows.tokens:,} tokens in each pass of a rank{_NO_LONGER[rows.reason]}. {needs}; a "
+        f"plan may use {gigabytes(rows.limit)} of {gigabytes(gpu)} GB"
     )
 
 

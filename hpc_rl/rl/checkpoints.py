@@ -50,6 +50,7 @@ def save(state: PpoState) -> None:
         index=state.batches.position.index,
         total_tokens=state.total_tokens,
         world_size=state.actor.size,
+        micro_tokens=state.rows.recorded,
         wandb_id=state.tracker.wandb_id,
         kl_coef=None if state.kl.target is None else state.kl.coef,
     )

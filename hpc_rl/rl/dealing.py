@@ -83,6 +83,11 @@ class Deal:
         """Number of responses of the step."""
         return sum(map(len, self.once(self.orders)))
 
+    def longest_row(self, lengths: NDArray[np.int64]) -> int:
+        """Return the tokens of the longest row, from those of each response, [B]."""
+        rows = (micro for minis in self.once(self.micro_batches) for mini in minis for micro in mini)
+        return max((int(lengths[micro].sum()) for micro in rows if micro), default=0)
+
     def once(self, by_rank: Sequence[T]) -> Sequence[T]:
         """Return one of the equal items that the ranks of each sequence group have."""
         return by_rank[:: self.sequence_parallel]

@@ -38,6 +38,7 @@ from hpc_rl.rl.prompt_data import PromptLoader
 from hpc_rl.rl.rollout.request_queue import RequestQueue
 from hpc_rl.rl.rollout.respondent import Respondent
 from hpc_rl.rl.rollout.rollout import InProcessRollout, Rollout, SeparateRollout
+from hpc_rl.rl.rows import decide_rows
 from hpc_rl.rl.scoring import Converses, EnvironmentScoring, FunctionScoring, ModelScoring, NoScoring, Scoring
 from hpc_rl.rl.state import OldLogprobs, PpoState
 from hpc_rl.rl.workers.group import WorkerGroup
@@ -90,6 +91,7 @@ def set_up(config: PpoConfig, run: RunDir, logs: Path) -> PpoState:
         config.trainer.total_epochs * (len(train) // config.data.train_batch_size)
     )
     progress = load_progress(config, run, actor, critic, len(train), total_steps)
+    rows = decide_rows(config, groups.values(), progress)
     lora = config.model.lora
     if progress is not None or lora.is_used:
         rollout.sync()
@@ -127,6 +129,7 @@ def set_up(config: PpoConfig, run: RunDir, logs: Path) -> PpoState:
         total_steps=total_steps,
         tracker=open_tracker(config, run, progress.wandb_id if progress else None, is_main=True),
         stopping=stopping,
+        rows=rows,
         validates_first=bool(val)
         and validation_is_due(config, step, total_steps)
         and not has_validation(records, step),
@@ -363,6 +366,5 @@ def describe_step(config: PpoConfig) -> str:
     updates = updates_per_step(config)
     return (
         f"each step: {counted(prompts, 'prompt')} x {n} = {counted(responses, 'response')} = {batches}, "
-        f"x {counted(epochs, 'epoch')} = {counted(updates, 'update')}; "
-        f"micro-batches of at most {config.trainer.row_tokens:,} tokens"
+        f"x {counted(epochs, 'epoch')} = {counted(updates, 'update')}"
     )

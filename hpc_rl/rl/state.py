@@ -22,6 +22,7 @@ from hpc_rl.rl.workers.group import WorkerGroup
 from hpc_rl.run_dir import RunDir
 from hpc_rl.tracking.tracker import Tracker
 from hpc_rl.training.models.causal_lm import Flops
+from hpc_rl.training.rows import Decision
 from hpc_rl.training.stopping import Stopping
 
 if TYPE_CHECKING:
@@ -68,6 +69,8 @@ class PpoState:
     validates_first: bool
     """Whether to validate before the first step: at the start, or if the last attempt stopped before a validation."""
 
+    rows: Decision
+    """What trainer.micro_tokens is."""
     kl: AdaptiveKl
     step: int
     total_tokens: int

@@ -41,6 +41,7 @@ from hpc_rl.rl.metrics import (
     rollout_metrics,
     timeline,
 )
+from hpc_rl.rl.rows import correct_rows
 from hpc_rl.rl.scoring import NoBatchError, NoScoresError, refuse_no_baselines, refuse_no_scores
 from hpc_rl.rl.setup import validation_is_due
 from hpc_rl.rl.staleness import staleness_metrics, token_ages
@@ -79,6 +80,8 @@ def train(state: PpoState) -> int:
         with clock("step"):
             with traced(state):
                 metrics = step(state, clock)
+            if metrics:
+                correct_rows(state)
             with clock("carry"):
                 state.carrier.clear()
             tests = bool(state.val) and validation_is_due(config, state.step, state.total_steps)

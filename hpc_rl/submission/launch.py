@@ -16,7 +16,7 @@ from hpc_rl.submission import queue
 from hpc_rl.submission.directives import environment_notes
 from hpc_rl.submission.job import Job
 from hpc_rl.submission.local import check_local
-from hpc_rl.submission.planning import check_fit, check_host, expected, on_fewest_nodes, plan_of_job
+from hpc_rl.submission.planning import check_fit, check_host, expected, on_fewest_nodes, plan_of_job, rows_notes
 from hpc_rl.submission.preflight.checks import check
 from hpc_rl.submission.request import Request, plan, reserve
 from hpc_rl.submission.resources import granted_bytes
@@ -45,7 +45,9 @@ def prepare(request: Request, note: Note) -> tuple[Job, str]:
     script = render(job)
     notes = notes_on([job], request.local)
     if not request.local:
-        if (found := plan_of_job(job)) is not None:
+        found = plan_of_job(job)
+        notes += rows_notes(job, found)
+        if found is not None:
             notes += check_fit(found, job.size, request.force, granted_bytes(job.config))
             notes += check_host(found, granted_bytes(job.config), request.force)
             job = replace(job, facts=expected(job.kind, found))

@@ -25,8 +25,9 @@ from hpc_rl.plan.duration import Duration, gpus_of, items_of
 from hpc_rl.plan.hardware import gpu_bytes
 from hpc_rl.plan.memory import Planned, models_of
 from hpc_rl.plan.plan import Plan, plan_of
+from hpc_rl.plan.rows import MICRO_TOKENS, is_auto
 from hpc_rl.plan.shape import Shape, shape_of
-from hpc_rl.plan.text import arithmetic, gigabytes, problem, remedies
+from hpc_rl.plan.text import arithmetic, gigabytes, problem, remedies, rows_text
 from hpc_rl.runs.recorded_gpus import gpus_like
 from hpc_rl.sites.profile import load_profile
 from hpc_rl.submission.devices import Devices
@@ -134,6 +135,17 @@ def plan_of_job(job: Job) -> JobPlan | None:
     return JobPlan(config, shapes, plan_of(config, shapes, gpu.bytes), gpu)
 
 
+def rows_notes(job: Job, found: JobPlan | None) -> list[str]:
+    """Return what trainer.micro_tokens=auto is in a job on GPUs, and why; nothing if it is a number."""
+    config = planned_part(job.config)
+    if config is None or not is_auto(config):
+        return []
+    if found is not None and found.plan.rows is not None:
+        return [rows_text(found.plan.rows, found.plan.gpu)]
+    unknown = "config.json of a model" if gpu_memory(config.slurm) else "memory of the GPUs (slurm.node.gpu_gb)"
+    return [f"{MICRO_TOKENS}=auto: the job decides at its start, because the {unknown} is not known here"]
+
+
 def check_fit(found: JobPlan, size: str, force: bool = False, granted: float | None = None) -> list[str]:
     """Check that a job fits into the memory of its GPUs.
 
@@ -160,6 +172,7 @@ def check_fit(found: JobPlan, size: str, force: bool = False, granted: float | N
     ways = remedies(advise(config, shapes, plan.gpu, host=host), more_nodes(config, shapes, plan.gpu, host))
     lines = [
         f"{size} cannot hold this job: {problem(plan)} (the memory of a GPU is that of {gpu.source})",
+        *([] if plan.rows is None else [rows_text(plan.rows, plan.gpu)]),
         *(f"to make it fit: {way}" for way in ways),
         "`hpc-rl plan` shows the phases; --force submits the job anyway",
     ]
@@ -205,7 +218,8 @@ def check_host(found: JobPlan, granted: float | None, force: bool = False) -> li
 def expected(kind: str, found: JobPlan) -> dict[str, Any]:
     """Return what the plan of a job expects, for job.json."""
     config, shapes, plan, _ = found
-    less = advise(config, shapes, plan.gpu, limit=_LESS * plan.training) if plan.training else None
+    used = config if plan.rows is None else config.updated(MICRO_TOKENS, plan.rows.tokens)
+    less = advise(used, shapes, plan.gpu, limit=_LESS * plan.training) if plan.training else None
     time = duration_of(config, shapes, plan.gpu, measured_like(kind, config, shapes, plan.gpu))
     facts = Expected(
         phase=plan.fullest.name,

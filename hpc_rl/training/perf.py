@@ -88,6 +88,11 @@ def peak_flops(device: torch.device) -> float | None:
     return None if model is None else model.tflops * 1e12
 
 
+def memory_bytes(device: torch.device) -> int | None:
+    """Return the memory of an accelerator, or None for a CPU, whose memory all ranks of a node share."""
+    return None if device.type == "cpu" else torch.get_device_module(device).mem_get_info(device)[1]
+
+
 def max_memory_gb(device: torch.device) -> float:
     """Return the peak memory of this rank so far, in 10^9 bytes: on the GPU, or of the process if it uses none."""
     if device.type != "cpu":

@@ -23,6 +23,7 @@ from hpc_rl.config.training import Sharding
 from hpc_rl.errors import UserError
 from hpc_rl.training.distributed import World
 from hpc_rl.training.models.causal_lm import PackedModel
+from hpc_rl.training.perf import memory_bytes
 
 Model = TypeVar("Model", bound=PackedModel)
 
@@ -52,7 +53,7 @@ def shard(model: Model, world: World, trainer: ShardingOptions) -> Model:
     # A frozen weight has no gradient and no moments.
     state_bytes = sum(p.numel() * (STATE_BYTES if p.requires_grad else p.itemsize) for p in model.parameters())
     # All ranks need the same answer, also if their devices differ.
-    memory = world.broadcast(_memory_bytes(world.device))
+    memory = world.broadcast(memory_bytes(world.device))
     model.sharding = choose(trainer.sharding, state_bytes, world, memory)
     mesh = _mesh(model.sharding, world, dist.group.WORLD)
     policy = _policy(world.device, trainer)
@@ -146,8 +147,3 @@ def _policy(device: torch.device, trainer: ShardingOptions) -> MixedPrecisionPol
     if device.type != "cpu":
         return MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=reduce_dtype)
     return MixedPrecisionPolicy(reduce_dtype=reduce_dtype if reduce_dtype is torch.bfloat16 else None)
-
-
-def _memory_bytes(device: torch.device) -> int | None:
-    """Return the memory of an accelerator, or None for a CPU, whose memory all ranks of a node share."""
-    return None if device.type == "cpu" else torch.get_device_module(device).mem_get_info(device)[1]

@@ -23,6 +23,9 @@ SFT = ("data.train_files=x.jsonl", "data.train_batch_size=1024", "data.max_lengt
 
 
 def config(kind: str, *words: str) -> Any:
-    """Return the configuration of a job of a 7B model on GPUs."""
+    """Return the configuration of a job of a 7B model on GPUs, with micro-batches of 4,096 tokens if no word sets
+    them."""
+    if not any(word.startswith("trainer.micro_tokens=") for word in words):
+        words = ("trainer.micro_tokens=4096", *words)
     own = {"ppo": PPO, "generate": ("data.files=x.jsonl",)}.get(kind, SFT)
     return compose(kind, ["model.path=/7b", "trainer.device=cuda", "trainer.n_gpus_per_node=8", *own, *words])

@@ -132,6 +132,15 @@ def test_a_last_mini_batch_may_be_smaller() -> None:
     assert mini_batches(10, None) == mini_batches(10, 20) == [slice(0, 10)]
 
 
+def test_the_longest_row() -> None:
+    lengths = np.array([20, 25, 30, 7, 5])
+    deal = deal_step(lengths, lengths, 3, 2, MICRO_TOKENS)
+    assert deal.micro_batches == [[[[0, 1]], [[3]]], [[[2]], [[4]]]]
+    assert deal.longest_row(lengths) == 45
+    few = deal_step(lengths[2:3], lengths[2:3], None, 2, MICRO_TOKENS)  # a rank without a row
+    assert few.longest_row(lengths[2:3]) == 30
+
+
 def test_a_sample_over_the_budget_is_refused() -> None:
     with pytest.raises(UserError, match=r"a sample of 61 tokens is over trainer\.micro_tokens 60"):
         dealt_to([(31, 30)], None, 1)

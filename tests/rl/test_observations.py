@@ -83,7 +83,8 @@ def experience_of(masks: Masks, seed: int, config: PpoConfig, removed: bool) -> 
 def group_of(experience: TensorDict, micro_tokens: int, ranks: int = 1) -> tuple[WorkerGroup, list[Shard]]:
     """A group without processes that has dealt the responses, and what each rank receives."""
     group = WorkerGroup.__new__(WorkerGroup)
-    group._workers, group._row_tokens, group._sequence_parallel = [None] * ranks, micro_tokens, 1
+    group._workers, group._sequence_parallel = [None] * ranks, 1
+    group.row_tokens, group.longest_row = micro_tokens, 0
     deal = group._deal(experience, None)
     group._held = (deal, columns.lengths(experience))
     return group, dealt_shards(experience, deal)

@@ -29,6 +29,7 @@ from hpc_rl.rl.workers.worker import Worker
 from hpc_rl.run_dir import RunDir
 from hpc_rl.tracking.timeline import Timeline
 from hpc_rl.training.perf import Clock, Spans
+from hpc_rl.training.rows import FIXED
 from hpc_rl.training.stopping import Stopping
 from tests.rl.ppo_config import ppo_config
 from tests.rl.test_experience import experience_of
@@ -69,6 +70,7 @@ class Loop:
             ),
             scoring=SimpleNamespace(take_spans=dict),
             groups=[],
+            rows=FIXED,
             tracker=SimpleNamespace(
                 log=self.log,
                 log_timeline=self.timelines.append,

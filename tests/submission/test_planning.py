@@ -20,7 +20,8 @@ from hpc_rl.submission.resources import granted_bytes
 from tests.fake_slurm import fake_slurm
 from tests.plan.configs import QWEN_7B
 
-PLAN = ("plan", "sft", "model.path=7b", "trainer.device=cuda", "--gpus-per-node", "8")
+ROWS, AUTO = "trainer.micro_tokens=4096", "trainer.micro_tokens=auto"
+PLAN = ("plan", "sft", "model.path=7b", "trainer.device=cuda", "--gpus-per-node", "8", ROWS)
 
 
 @pytest.fixture(autouse=True)
@@ -36,7 +37,8 @@ def folder(tmp_path: Path, monkeypatch: MonkeyPatch) -> Path:
 
 
 def request(*words: str, gpu_gb: float | None = 80, **more: Any) -> Request:
-    """Return a request for supervised fine-tuning of the model on 8 GPUs."""
+    """Return a request for supervised fine-tuning of the model on 8 GPUs, with ROWS if no word sets them."""
+    words = words if any(word.startswith("trainer.micro_tokens=") for word in words) else (ROWS, *words)
     own = ("model.path=7b", "data.train_files=train.jsonl", "trainer.device=cuda", "trainer.n_gpus_per_node=8")
     memory = () if gpu_gb is None else (f"slurm.node.gpu_gb={gpu_gb}",)
     return Request("sft", (*own, *memory, *words), **more)
@@ -178,6 +180,57 @@ def test_force_submits_anyway(monkeypatch: MonkeyPatch) -> None:
     job, _ = prepare(request(gpu_gb=40, force=True), notes.append)
     assert any(note.startswith("the job may not fit: the phase `update` needs ") for note in notes)
     assert job.facts["plan"]["phase"] == "update"  # type: ignore[index]
+
+
+@pytest.mark.parametrize(
+    ("words", "gpu_gb", "expected"),
+    [
+        ((), 80, ["trainer.micro_tokens=auto: 4,096 tokens in each pass of a rank. The phase `update` needs 47"]),
+        (("trainer.micro_tokens=8192",), 141, []),
+        (("trainer.device=cpu",), None, []),
+        ((), None, ["trainer.micro_tokens=auto: the job decides at its start, because the memory of the GPUs (slurm"]),
+        (("model.path=new",), 80, ["trainer.micro_tokens=auto: the job decides at its start, because the config.json"]),
+    ],
+)
+def test_the_rows_of_a_submission(
+    words: tuple[str, ...], gpu_gb: float | None, expected: list[str], monkeypatch: MonkeyPatch, folder: Path
+) -> None:
+    monkeypatch.setattr("hpc_rl.submission.launch.notes_on", lambda *_: [])  # the model has no weights
+    (folder / "new").mkdir()
+    notes: list[str] = []
+    rows = () if any(word.startswith("trainer.micro_tokens") for word in words) else (AUTO,)
+    job, _ = prepare(request("data.train_batch_size=256", *rows, *words, gpu_gb=gpu_gb), notes.append)
+    found = [note for note in notes if note.startswith("trainer.micro_tokens")]
+    assert [note.startswith(start) for note, start in zip(found, expected, strict=True)] == [True] * len(expected)
+    assert job.config.trainer.micro_tokens == ("auto" if rows else 8192)  # type: ignore[attr-defined]
+
+
+def test_auto_is_recorded_with_what_needs_less() -> None:
+    facts = expected(request(AUTO, "data.train_batch_size=256"))
+    assert facts["peak_gb"] == pytest.approx(47.3, abs=0.1)
+    assert facts["less"] == ["trainer.micro_tokens=2048"]
+
+
+def test_the_shortest_rows_do_not_fit() -> None:
+    with pytest.raises(UserError) as caught:
+        fit(request(AUTO, gpu_gb=25))
+    first, rows, *ways, _ = str(caught.value).splitlines()
+    assert first.startswith("1 node x 8 GPUs cannot hold this job: the phase `update` needs 27.5 GB on each GPU")
+    assert rows.startswith("trainer.micro_tokens=auto: 1,024 tokens in each pass of a rank. The phase `update` needs 2")
+    assert ways == [
+        "to make it fit: model.enable_gradient_checkpointing=true (recompute activations, which takes up to a third "
+        "more time)",
+        "to make it fit: trainer.nnodes=2 (divide the model among more GPUs)",
+    ]
+
+
+def test_a_plan_with_auto() -> None:
+    words = [AUTO if word == ROWS else word for word in PLAN]
+    out = output(*words, "--gpu-gb", "40", "data.train_batch_size=256")
+    assert "\nmemory       fits: the phase `update` needs 34.0 GB on each GPU" in out
+    assert "\nmicro-batch  trainer.micro_tokens=auto: 2,048 tokens in each pass of a rank. The phase `update` " in out
+    assert json.loads(output(*words, "--gpu-gb", "40", "--json", "data.train_batch_size=256"))["micro_tokens"] == 2048
+    assert json.loads(output(*PLAN, "--gpu-gb", "40", "--json"))["micro_tokens"] is None
 
 
 def test_fewest_nodes_with_the_settings_that_they_need() -> None:

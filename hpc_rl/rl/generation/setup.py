@@ -27,6 +27,7 @@ from hpc_rl.rl.prompt_data import PromptLoader
 from hpc_rl.rl.rollout.engine import Placement, Sampling
 from hpc_rl.rl.rollout.request_queue import RequestQueue
 from hpc_rl.rl.rollout.rollout import Fleet
+from hpc_rl.rl.rows import decide_rows
 from hpc_rl.rl.scoring import EnvironmentScoring, FunctionScoring, ModelScoring, Scoring
 from hpc_rl.rl.workers.group import WorkerGroup
 from hpc_rl.run_dir import RunDir
@@ -103,6 +104,8 @@ def start_workers(config: GenerateConfig, logs: Path) -> Workers:
         judges = WorkerGroup(config, pools[judging], frozenset({"reward"}), share, logs)
         starting.append(judges.start())
     wait_for_all(starting, "models", MODEL_LIMIT, limit_s)
+    if judges is not None:
+        decide_rows(config, [judges])
     return Workers(fleet, judges)
 
 

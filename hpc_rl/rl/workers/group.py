@@ -57,7 +57,6 @@ class WorkerGroup:
         carrier: Carrier | None = None,
     ) -> None:
         self._carrier = carrier or RayCarrier()
-        self._row_tokens = config.trainer.row_tokens
         self._sequence_parallel = config.trainer.sequence_parallel
         size = len(pool.slots)
         on_node = {slot.rank: len(node) for node in pool.nodes for slot in node}
@@ -77,6 +76,11 @@ class WorkerGroup:
             for slot in pool.slots
         ]
         self._nodes = [slot.node.id for slot in pool.slots]
+        self.pool = pool.name
+        self.row_tokens = 0
+        """Largest number of tokens of a packed row; rl/rows.py decides before responses are dealt."""
+        self.longest_row = 0
+        """Tokens of the longest row so far."""
         self._held: tuple[Deal, torch.Tensor] | None = None
         """Deal of the held responses, and their lengths in token columns [B]."""
 
@@ -206,6 +210,10 @@ class WorkerGroup:
         call = ActorCall(self._workers[0].take_spans.remote(), self._names[0])
         return Pending.of_calls([call]).then(lambda parts: parts[0])
 
+    def memory_bytes(self) -> Pending[int | None]:
+        """Return the memory of the smallest GPU; None on CPUs."""
+        return self._all("memory_bytes", combine=lambda parts: None if None in parts else min(parts))
+
     def max_memory_gb(self) -> Pending[float]:
         """Return the maximum memory held so far on any rank, in 10^9 bytes."""
         return self._all("max_memory_gb", combine=max)
@@ -225,7 +233,9 @@ class WorkerGroup:
     ) -> Deal:
         lengths, sampled = columns.all_lengths(experience).numpy(), columns.lengths(experience).numpy()
         split = self._sequence_parallel
-        return deal_step(lengths, sampled, mini_batch_size, self.size, self._row_tokens, order, split)
+        deal = deal_step(lengths, sampled, mini_batch_size, self.size, self.row_tokens, order, split)
+        self.longest_row = max(self.longest_row, deal.longest_row(lengths))
+        return deal
 
     def _all(self, method: str, *arguments: Any, combine: Callable[[list[Any]], T]) -> Pending[T]:
         return self._each(method, (arguments for _ in self._workers), combine)

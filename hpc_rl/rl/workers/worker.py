@@ -41,7 +41,7 @@ from hpc_rl.training.distributed import World
 from hpc_rl.training.models.causal_lm import Flops, load_tokenizer
 from hpc_rl.training.models.lora import without_adapters
 from hpc_rl.training.models.stored_form import StoredForm
-from hpc_rl.training.perf import Span, Spans, max_memory_gb, peak_flops
+from hpc_rl.training.perf import Span, Spans, max_memory_gb, memory_bytes, peak_flops
 from hpc_rl.training.profiling import Trace, trace_path
 
 if TYPE_CHECKING:
@@ -228,6 +228,10 @@ class Worker:
     def take_spans(self) -> dict[str, list[Span]]:
         """Return when this rank computed since the last call, by phase; see Spans.take."""
         return self._spans.take()
+
+    def memory_bytes(self) -> int | None:
+        """Return the memory of this rank's GPU; None on a CPU."""
+        return memory_bytes(self.world.device)
 
     def max_memory_gb(self) -> float:
         """Return the maximum memory held so far, in 10^9 bytes."""

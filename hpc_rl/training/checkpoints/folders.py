@@ -61,6 +61,9 @@ class Progress:
     """Whether adapters are exported merged into the weights of their model."""
     quantize: str | None = None
     """How the weights below the adapters are quantised: model.lora.quantize."""
+    micro_tokens: dict[str, int] | None = None
+    """What trainer.micro_tokens=auto is, and on what it depends (training/rows.py); None if it is a number, on CPUs,
+    and in checkpoints of earlier versions."""
 
 
 def step_folder(folder: Path, step: int) -> Path:

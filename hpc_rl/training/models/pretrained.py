@@ -122,6 +122,20 @@ def from_pretrained(auto: Any, path: str, what: str, key: str = "model.path", **
         return auto.from_pretrained(path, **options)
 
 
+def settings_of(path: str, key: str) -> dict[str, Any]:
+    """Return the contents of a model's config.json.
+
+    Raises:
+        UserError: there is none, or the hub does not answer; the message is one line.
+    """
+    from transformers import PretrainedConfig
+
+    if not Path(path).is_dir():
+        check_hub(path)
+    with _in_one_line("model", path, key):
+        return dict(PretrainedConfig.get_config_dict(path)[0])
+
+
 @contextmanager
 def parameters_on_meta() -> Iterator[None]:
     """Build modules whose parameters have no memory. Buffers are computed as usual, because no file has them.
