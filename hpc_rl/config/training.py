@@ -15,6 +15,7 @@ from hpc_rl.config.moments import Moments
 Sharding = Literal["full", "hybrid", "gradients", "none"]
 Offload = Literal["none", "optimizer", "all"]
 Recompute = Literal[False, True, "half"]
+Compile = Literal["auto", False, True]
 Beta = Annotated[float, Field(ge=0, lt=1)]
 OFFLOAD_BYTES = 1 << 30
 """Bytes of the moments that come to the device at a time if they wait in host memory; two such parts are there."""
@@ -89,14 +90,15 @@ class ModelConfig(ModelSource):
     enable_activation_offload: bool = False
     """Keep the inputs of recomputed layers in host memory between forward and backward pass, for long rows. They are
     copied while the GPU computes. It needs enable_gradient_checkpointing=true."""
-    use_torch_compile: bool = False
-    """Compile each transformer layer with torch.compile."""
+    use_torch_compile: Compile = "auto"
+    """Compile each transformer layer with torch.compile. auto: on GPUs, for models of type gemma2, llama, mistral, qwen2
+    or qwen3, unless use_liger or lora.quantize is set, or the compiler does not work."""
     use_liger: bool = False
     """Compute norms, rotary embeddings and gated activations with the kernels of Liger, on GPUs. It needs
     liger-kernel."""
     lora: LoraConfig = LoraConfig()
 
-    @field_validator("enable_gradient_checkpointing", mode="before")
+    @field_validator("enable_gradient_checkpointing", "use_torch_compile", mode="before")
     @classmethod
     def _true_or_false(cls, value: Any) -> Any:
         """Read a word as pydantic reads those of other switches, such as true, True, yes or 1."""
@@ -112,7 +114,7 @@ class ModelConfig(ModelSource):
                 f"enable_gradient_checkpointing is {str(self.enable_gradient_checkpointing).lower()}: set it to true, "
                 "or remove enable_activation_offload"
             )
-        if self.use_liger and self.use_torch_compile:
+        if self.use_liger and self.use_torch_compile is True:
             yield "use_liger and use_torch_compile both fuse the operations of a layer: set one of them to false"
 
 

@@ -1,0 +1,99 @@
+"""Operators that a GPU executes, and waits of the host, per micro-batch: `python -m benchmarks.launches`.
+
+A GPU that is faster than Python waits for the next kernel, so that the number of kernels is the time of a micro-batch.
+The step is the trainer's and the workers' own, with the shape of Qwen3-0.6B, on simulated GPUs (tests/simulated_gpu):
+every operator that torch dispatches to the GPU counts once. Some start several kernels, so that the number is a lower
+bound. A micro-batch is half of the difference between steps with three and with one; what is left of the step with one
+is per optimizer step. Layers are not compiled: what Inductor makes of them cannot be counted without a GPU.
+
+It needs the `train` and `rl` extras and a C++ compiler, but no GPU and no data.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from functools import partial
+
+from benchmarks.common import publish, table
+from tests.simulated_gpu.process import simulate
+from tests.simulated_gpu.scenarios import Job, Phase, rl_step, sft_step
+from tests.simulated_gpu.shapes import Shape
+
+GPUS_PER_NODE = 8
+
+
+@dataclass(frozen=True)
+class Count:
+    """What one micro-batch costs, and what an optimizer step costs besides."""
+
+    operators: int
+    collectives: int
+    waits: int
+    """Times that the host reads a value of a tensor."""
+    operators_per_step: int
+    waits_per_step: int
+
+
+def jobs(shape: Shape) -> dict[str, tuple[Callable[[Job], dict[str, Phase]], str, Job]]:
+    """Return what is counted: the scenario, its phase, and the job."""
+    found: dict[str, tuple[Callable[[Job], dict[str, Phase]], str, Job]] = {}
+    for ranks, division in [(1, "auto"), (1, "full"), (8, "full"), (8, "gradients"), (8, "none")]:
+        options = ("model.enable_gradient_checkpointing=false", f"trainer.sharding={division}")
+        job = partial(Job, shape, ranks=ranks, gpus_per_node=min(ranks, GPUS_PER_NODE))
+        where = f"{ranks} GPU{'s' if ranks > 1 else ''}, {division}"
+        sft, grpo = partial(job, micro_tokens=8192, options=options), (*options, "algorithm.advantage=grpo")
+        found[f"sft, full rows, {where}"] = sft_step, "update", sft(length=8192)
+        if ranks == 1:
+            found[f"sft, 64 samples, {where}"] = sft_step, "update", sft(length=128)
+        found[f"grpo update, {where}"] = (
+            rl_step,
+            "update actor",
+            job(micro_tokens=16384, length=1024, options=(*grpo, "rollout.n=2")),
+        )
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tiny", action="store_true", help="a model of two layers; only print")
+    arguments = parser.parse_args()
+    results = {name: asdict(count(*what)) for name, what in jobs("tiny" if arguments.tiny else "Qwen3-0.6B").items()}
+    text = table(["", *HEADERS.values()], rows(results))
+    if arguments.tiny:
+        print(text)
+    else:
+        publish("launches", text, results, ["torch", "transformers"])
+
+
+HEADERS = {
+    "operators": "operators per micro-batch",
+    "collectives": "collectives",
+    "waits": "waits",
+    "operators_per_step": "further operators per step",
+    "waits_per_step": "waits per step",
+}
+
+
+def rows(results: Mapping[str, Mapping[str, int]]) -> list[list[str]]:
+    return [[name, *(f"{found[key]:,}" for key in HEADERS)] for name, found in results.items()]
+
+
+def count(scenario: Callable[[Job], dict[str, Phase]], phase: str, job: Job) -> Count:
+    """Count a step with one and with three micro-batches."""
+    one, three = (_of_step(simulate(scenario, _with(job, number))[phase]) for number in (1, 3))
+    operators, collectives, waits = ((more - few) // 2 for few, more in zip(one, three, strict=True))
+    return Count(operators, collectives, waits, one[0] - operators, one[2] - waits)
+
+
+def _with(job: Job, micro_batches: int) -> Job:
+    return Job(**{**vars(job), "micro_batches": micro_batches})
+
+
+def _of_step(found: Phase) -> tuple[int, int, int]:
+    return sum(found.launches.values()), sum(found.calls.values()), sum(found.waits.values())
+
+
+if __name__ == "__main__":
+    main()
