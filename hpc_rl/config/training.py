@@ -92,7 +92,7 @@ class ModelConfig(ModelSource):
     copied while the GPU computes. It needs enable_gradient_checkpointing=true."""
     use_torch_compile: Compile = "auto"
     """Compile each transformer layer with torch.compile. auto: on GPUs, for models of type gemma2, llama, mistral, qwen2
-    or qwen3, unless use_liger or lora.quantize is set, or the compiler does not work."""
+    or qwen3, unless use_liger, enable_activation_offload or lora.quantize is set, or the compiler does not work."""
     use_liger: bool = False
     """Compute norms, rotary embeddings and gated activations with the kernels of Liger, on GPUs. It needs
     liger-kernel."""

@@ -213,14 +213,13 @@ class Held:
     def _at_head(self, tokens: int) -> Parts:
         """Return what exists when the head computes the gradient of its weight."""
         shape = self.shape
-        found = {
+        whole = self.sharding in ("gradients", "none")
+        gathered = self._gathered() if whole else {"gathered weights": COMPUTE * (self.root + self._layer())}
+        found = gathered | {
             "gradients": self._gradients(),
-            "gathered weights": COMPUTE * (self.root + self._layer()),
             "saved activations": self._saved(tokens, shape.layers),
             "activations": 6 * COMPUTE * tokens * shape.hidden,
         }
-        if self.sharding in ("gradients", "none"):
-            found |= self._gathered()
         if self.head == "value":
             return found
         trains_head = not self.adapters

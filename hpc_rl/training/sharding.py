@@ -4,8 +4,8 @@
 gradient is reduced after each micro-batch, so that no rank ever holds the gradient of the whole model. `hybrid` does so
 within each node, and every node has the whole model: only gradients travel between nodes, once per step. `gradients`
 keeps the layers gathered from the first forward to the last backward pass of a step. `none` replicates the model: each
-rank holds one complete shard. These two exchange gradients once per step, and convert weights to bfloat16 once per step. One
-rank that has the whole model needs no FSDP: see models/compute_weights.py.
+rank holds one complete shard. These two exchange gradients, and convert weights to bfloat16, once per step. One rank
+that has the whole model needs no FSDP: see models/compute_weights.py.
 """
 
 from __future__ import annotations
@@ -58,6 +58,8 @@ def shard(model: Model, world: World, trainer: ShardingOptions) -> Model:
     model.sharding = choose(trainer.sharding, state_bytes, world, memory)
     if world.size == 1 and model.sharding == "none":
         model.compute_weights = ComputeWeights(model, model.float32_modules())
+        for module in model.modules():  # as fully_shard does
+            module._buffers.update({name: part.to(world.device) for name, part in module.named_buffers(recurse=False)})
         return model
     mesh = _mesh(model.sharding, world, dist.group.WORLD)
     policy = _policy(world.device, trainer)

@@ -256,7 +256,7 @@ class Worker:
 
     @property
     def is_sharded(self) -> bool:
-        """Whether the policy has parts of tensors, or copies to compute with, so that an engine needs its own weights."""
+        """Whether the policy has parts of tensors, or copies to compute with. An engine then needs its own weights."""
         return is_divided(self.actor.model)
 
     @property

@@ -54,6 +54,7 @@ def is_automatic(model: PackedModel, config: ModelConfig, device: torch.device) 
     return (
         device.type != "cpu"
         and not config.use_liger
+        and not config.enable_activation_offload  # TorchDynamo does not trace its hooks
         and config.lora.quantize is None  # the kernels of 4 bits are not torch's
         and model.hf.config.model_type in FAMILIES
     )
@@ -73,7 +74,8 @@ def problem_of(model: PackedModel, config: ModelConfig, device: torch.device) ->
                 layer.compile(dynamic=True)
             trial.hidden(batch).float().sum().backward()
     except _FAILURES as error:
-        return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
+        cause = getattr(error, "inner_exception", None) or error  # of TorchDynamo's BackendCompilerFailed
+        return f"{type(cause).__name__}: {str(cause).strip().partition(chr(10))[0]}"
     return None
 
 

@@ -192,7 +192,8 @@ def _shard(model: PackedModel, world: World, trainer: LoadingOptions) -> None:
                 memory = torch.empty_like(parameter, device=world.device)
                 made[parameter] = nn.Parameter(memory, requires_grad=parameter.requires_grad)
             setattr(module, name, made[parameter])
-    model.to(world.device)  # FSDP takes note of the new parameters, and buffers move
+    if model.compute_weights is None:
+        model.to(world.device)  # FSDP takes note of the new parameters
 
 
 def _read(pretrained: Pretrained[Any], hf: PreTrainedModel, stored: Mapping[str, Stored], device: torch.device) -> None:
