@@ -180,7 +180,11 @@ def run(
                 command, cwd=ROOT, env=env, stdout=stream, stderr=subprocess.STDOUT, timeout=RUN_TIMEOUT_S, check=True
             )
         except (subprocess.CalledProcessError, subprocess.TimeoutExpired) as error:
-            ended = f"exit code {error.returncode}" if isinstance(error, subprocess.CalledProcessError) else str(error)
+            ended = (
+                f"exit code {error.returncode}"
+                if isinstance(error, subprocess.CalledProcessError)
+                else "it took too long"
+            )
     if ended:
         failure = f"{who} failed: {ended}\n{log.read_text()[-6000:]}"
         print(f"# {failure}", file=sys.stderr, flush=True)

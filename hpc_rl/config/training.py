@@ -91,8 +91,8 @@ class ModelConfig(ModelSource):
     """Keep the inputs of recomputed layers in host memory between forward and backward pass, for long rows. They are
     copied while the GPU computes. It needs enable_gradient_checkpointing=true."""
     use_torch_compile: Compile = "auto"
-    """Compile each transformer layer with torch.compile. auto: on GPUs, for models of type gemma2, llama, mistral, qwen2
-    or qwen3, unless use_liger, enable_activation_offload or lora.quantize is set, or the compiler does not work."""
+    """Compile each transformer layer with torch.compile. auto: on GPUs, for models of type gemma2, llama, mistral,
+    qwen2 and qwen3, unless use_liger, enable_activation_offload or lora.quantize is set, or the compiler fails."""
     use_liger: bool = False
     """Compute norms, rotary embeddings and gated activations with the kernels of Liger, on GPUs. It needs
     liger-kernel."""
@@ -179,8 +179,9 @@ class TrainingConfig(RecordedConfig):
     """Sharding of the model with FSDP. full: parameters, gradients and optimizer state are divided among all ranks.
     hybrid: they are divided among the ranks of each node, and every node has the whole model (less traffic between
     nodes). gradients: parameters stay gathered from forward to backward, and gradients are whole until the end of the
-    step. none: every rank has the whole model. auto: hybrid if a model's parameters, gradients and optimizer state take
-    at most a quarter of the memory of one node's GPUs, otherwise full."""
+    step. none: every rank has the whole model; a single rank then needs no FSDP. auto: hybrid, or none for a single
+    GPU, if a model's parameters, gradients and optimizer state take at most a quarter of the memory of one node's GPUs,
+    otherwise full."""
     reduce_dtype: Literal["float32", "bfloat16"] = "float32"
     """Type in which ranks add up gradients. bfloat16 halves this traffic and loses precision. It needs sharding auto,
     full or hybrid."""

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from torch._dynamo.testing import CompileCounterWithBackend
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 
 from hpc_rl.config.training import ModelConfig, OptimConfig, TrainingConfig
@@ -157,6 +160,23 @@ def test_weights_and_moments_wait_in_host_memory(tmp_path: Path, as_on_a_gpu: No
         with offload.whole(changed=True):
             found += train(model, optimizer, language, range(step, step + 1), "none")
     assert found == expected
+
+
+def test_compiled_layers_are_not_compiled_again(tmp_path: Path, as_on_a_gpu: None) -> None:
+    """More layers than torch.compile's limit, and copies that come and go between steps."""
+    folder = str(make_tiny_model(tmp_path, layers=10))
+    plain = train(*load(folder, "none", language), language, range(2), "none")
+    torch._dynamo.reset()
+    counter = CompileCounterWithBackend("aot_eager")
+    with mock.patch.object(torch, "compile", functools.partial(torch.compile, backend=counter, fullgraph=True)):
+        model, optimizer = load(folder, "none", language, use_torch_compile=True)
+        found, graphs = [], []
+        for step in range(2):
+            found += train(model, optimizer, language, range(step, step + 1), "none")
+            graphs.append(counter.frame_count)
+    torch._dynamo.reset()
+    assert found == pytest.approx(plain, rel=1e-2)
+    assert graphs[0] == graphs[1] == 2  # with and without gradients
 
 
 def source(folder: str) -> ModelConfig:
