@@ -3,23 +3,24 @@
 A GPU that is faster than Python waits for the next kernel, so that the number of kernels is the time of a micro-batch.
 The step is the trainer's and the workers' own, with the shape of Qwen3-0.6B, on simulated GPUs (tests/simulated_gpu):
 every operator that torch dispatches to the GPU counts once. Some start several kernels, so that the number is a lower
-bound. A micro-batch is half of the difference between steps with three and with one. Layers are not compiled: what
-Inductor makes of them cannot be counted without a GPU.
+bound. A micro-batch is half of the difference between steps with three and with one. All layers are alike, so that
+models with two and with three of them give the count of any number. Layers are not compiled: what Inductor makes of
+them cannot be counted without a GPU.
 
-It needs the `train` and `rl` extras and a C++ compiler, but no GPU and no data.
+It needs the packages of the tests and a C++ compiler, but no GPU and no data.
 """
 
 from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 
 from benchmarks.common import publish, table
 from tests.simulated_gpu.process import simulate
 from tests.simulated_gpu.scenarios import Job, Phase, rl_step, sft_step
-from tests.simulated_gpu.shapes import Shape
+from tests.simulated_gpu.shapes import Shape, sizes
 
 GPUS_PER_NODE = 8
 
@@ -84,17 +85,19 @@ def rows(results: Mapping[str, Mapping[str, int]]) -> list[list[str]]:
 
 def count(scenario: Callable[[Job], dict[str, Phase]], phase: str, job: Job) -> Count:
     """Count a step with one and with three micro-batches."""
-    one, three = (_of_step(simulate(scenario, _with(job, number))[phase]) for number in (1, 3))
+    one, three = (_of_step(scenario, phase, replace(job, micro_batches=number)) for number in (1, 3))
     operators, collectives, waits = ((more - few) // 2 for few, more in zip(one, three, strict=True))
     return Count(operators, collectives, waits, one[0], one[2])
 
 
-def _with(job: Job, micro_batches: int) -> Job:
-    return Job(**{**vars(job), "micro_batches": micro_batches})
-
-
-def _of_step(found: Phase) -> tuple[int, int, int]:
-    return sum(found.launches.values()), sum(found.calls.values()), sum(found.waits.values())
+def _of_step(scenario: Callable[[Job], dict[str, Phase]], phase: str, job: Job) -> list[int]:
+    """Return the operators, the collectives and the waits of a step."""
+    two, three = (simulate(scenario, replace(job, layers=layers))[phase] for layers in (2, 3))
+    counters = (
+        [sum(counter.values()) for counter in (found.launches, found.calls, found.waits)] for found in (two, three)
+    )
+    more = sizes(job.shape)["num_hidden_layers"] - 2
+    return [few + more * (many - few) for few, many in zip(*counters, strict=True)]
 
 
 if __name__ == "__main__":

@@ -52,7 +52,7 @@ def compile_layers(model: PackedModel, config: ModelConfig, world: World) -> Non
 def is_automatic(model: PackedModel, config: ModelConfig, device: torch.device) -> bool:
     """Return whether `auto` compiles such a model on this device."""
     return (
-        device.type != "cpu"
+        device.type == "cuda"  # elsewhere, attention is not an operator
         and not config.use_liger
         and not config.enable_activation_offload  # TorchDynamo does not trace its hooks
         and config.lora.quantize is None  # the kernels of 4 bits are not torch's
@@ -66,7 +66,8 @@ def problem_of(model: PackedModel, config: ModelConfig, device: torch.device) ->
     torch's random state and the compiled code of other models stay as they were, apart from caches on disk.
     """
     try:
-        with torch.random.fork_rng([device] if device.type == "cuda" else []), torch.device(device):
+        devices = [] if device.type == "cpu" else [device]
+        with torch.random.fork_rng(devices, device_type=device.type), torch.device(device):
             trial = _trial(model, config)
             ids = [np.arange(3, 3 + length) for length in (5, 9)]
             batch = pack_samples(ids, [np.arange(len(one)) > 0 for one in ids]).to(device)
