@@ -8,7 +8,8 @@ and a reference, whose KL is in the reward. GRPO has neither, as is TRL's defaul
 hpc-rl is `run_ppo` with its defaults for one GPU: vLLM sleeps while the policy trains. TRL runs GRPO with vLLM in its
 own process and sleep mode; it has no PPO with vLLM. It is left out if it is not installed or fails. TRL 1.16.0 names
 vLLM up to 0.31 as its requirement: `--trl-python` names the interpreter of an environment with both (`pip install
-'trl[vllm]==1.16.0'`). The first steps are not counted.
+'trl[vllm]==1.16.0'`). The first steps are not counted. The results file is written after each algorithm and has the
+phases of every step, also those of a run that did not come to its end.
 
 The command makes model and data itself and needs the `rl` extra and no network. `--tiny` runs a small model and only
 prints; with `--device cpu` that tests the benchmark itself.
@@ -23,7 +24,7 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, get_args
@@ -51,6 +52,7 @@ ROOT = Path(__file__).parent.parent
 WARM_UP = 3
 RUN_TIMEOUT_S = 3600
 SECONDS = "timing_s/"
+RUN = "run"
 
 
 @dataclass(frozen=True)
@@ -88,22 +90,37 @@ def main() -> None:
     work = Work(*size, arguments.device, arguments.engine, WARM_UP + arguments.steps)
     pythons = {OURS: sys.executable, TRL: arguments.trl_python}
     results: dict[str, Any] = {"work": asdict(work)}
+    failures: list[str] = []
     with tempfile.TemporaryDirectory() as name:
         for algorithm in arguments.algorithm:
             folder = Path(name) / algorithm
             folder.mkdir()
             write(folder, tiny_config() if arguments.tiny else gpu_config(), work, algorithm)
-            found = {who: run(who, pythons[who], folder, algorithm, work) for who in candidates(algorithm, work)}
-            results[algorithm] = {who: metrics for who, metrics in found.items() if metrics is not None}
-    text = "\n\n".join(tables(algorithm, results[algorithm], work) for algorithm in arguments.algorithm)
-    if arguments.tiny:
-        print(text)
-    else:
-        publish("ppo_gpu", text, results, ["torch", "transformers", "ray", "vllm"])
+            steps = {}
+            for who in candidates(algorithm, work):
+                steps[who], failure = run(who, pythons[who], folder, algorithm, work)
+                failures += [failure] if failure and who == OURS else []
+            medians = {who: median_of(found) for who, found in steps.items() if len(found) > WARM_UP}
+            results[algorithm] = {"medians": medians, "steps": steps}
+            text = tables(algorithm, medians, work)
+            if arguments.tiny:
+                print(text)
+            else:
+                publish("ppo_gpu", text, results, ["torch", "transformers", "ray", "vllm"])
+    if failures:
+        sys.exit("benchmarks.ppo_gpu: " + "\n".join(failures))
 
 
 def tables(algorithm: Algorithm, found: Mapping[str, Mapping[str, float]], work: Work) -> str:
+    if OURS not in found:
+        return f"{algorithm.upper()}: no step counts"
     return f"{algorithm.upper()}\n\n{totals(found, work)}\n\n{phases(found[OURS])}"
+
+
+def median_of(steps: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Return the medians over the steps that count."""
+    counted = steps[WARM_UP:]
+    return {name: median([step[name] for step in counted]) for name in counted[0]}
 
 
 def missing_parts(device: str, engine: str) -> str | None:
@@ -142,14 +159,13 @@ def write(folder: Path, config: PretrainedConfig, work: Work, algorithm: Algorit
     write_prompts(folder, np.quantile(known, (np.arange(count) + 0.5) / count, method="nearest").tolist())
 
 
-def run(who: str, python: str, folder: Path, algorithm: Algorithm, work: Work) -> dict[str, float] | None:
-    """Measure a candidate in a process of its own; return the medians of its metrics over the steps that count.
+def run(
+    who: str, python: str, folder: Path, algorithm: Algorithm, work: Work
+) -> tuple[list[dict[str, float]], str | None]:
+    """Measure a candidate in a process of its own.
 
     Returns:
-        None if TRL failed, which is reported.
-
-    Raises:
-        SystemExit: hpc-rl failed; the message has the end of its output.
+        the metrics of each of its steps, and the end of its output if it failed.
     """
     module = {OURS: "benchmarks.ppo_gpu", TRL: "benchmarks.ppo_gpu_trl"}[who]
     output, log = folder / f"{module}.json", folder / f"{module}.log"
@@ -157,35 +173,47 @@ def run(who: str, python: str, folder: Path, algorithm: Algorithm, work: Work) -
     command = [python, "-c", code, str(folder), algorithm, json.dumps(asdict(work)), str(output)]
     print(f"# {algorithm}: {who}", file=sys.stderr, flush=True)
     env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    ended, failure = "", None
     with log.open("w") as stream:
-        ended = subprocess.run(
-            command, cwd=ROOT, env=env, stdout=stream, stderr=subprocess.STDOUT, timeout=RUN_TIMEOUT_S
-        )
-    if ended.returncode:
-        report = f"{who} failed with exit code {ended.returncode}:\n{log.read_text()[-6000:]}"
-        if who == OURS:
-            sys.exit(f"benchmarks.ppo_gpu: {report}")
-        print(f"# left out: {report}", file=sys.stderr, flush=True)
-        return None
-    steps: list[dict[str, float]] = json.loads(output.read_text())
-    counted = steps[WARM_UP:]
-    return {name: median([step[name] for step in counted]) for name in counted[0]}
+        try:
+            subprocess.run(
+                command, cwd=ROOT, env=env, stdout=stream, stderr=subprocess.STDOUT, timeout=RUN_TIMEOUT_S, check=True
+            )
+        except (subprocess.CalledProcessError, subprocess.TimeoutExpired) as error:
+            ended = (
+                f"exit code {error.returncode}"
+                if isinstance(error, subprocess.CalledProcessError)
+                else "it took too long"
+            )
+    if ended:
+        failure = f"{who} failed: {ended}\n{log.read_text()[-6000:]}"
+        print(f"# {failure}", file=sys.stderr, flush=True)
+    if who == OURS:
+        return recorded(folder), failure
+    return ([] if failure else json.loads(output.read_text())), failure
 
 
-def measure(folder: str, algorithm: Algorithm, work: str, output: str) -> None:
-    """Train with hpc-rl, and write the metrics of each step."""
-    from hpc_rl.rl.main_ppo import run_ppo
+def recorded(folder: Path) -> list[dict[str, float]]:
+    """Return the seconds of each phase and the speed of each step that hpc-rl has made, in the order of the steps."""
     from hpc_rl.run_dir import RunDir
     from hpc_rl.tracking.metrics import read_metrics
 
-    run = RunDir(Path(folder) / "run")
-    run.path.mkdir(mode=0o700)
-    run_ppo(configuration(Path(folder), algorithm, Work(**json.loads(work))), run=run)
-    lines = read_metrics(run.metrics)
+    metrics = RunDir(folder / RUN).metrics
+    lines = read_metrics(metrics) if metrics.exists() else []
     kept = (SECONDS, "perf/")
     steps = [{name: value for name, value in line.items() if name.startswith(kept)} for line in lines]
-    common = set.intersection(*(set(step) for step in steps))
-    Path(output).write_text(json.dumps([{name: step[name] for name in sorted(common)} for step in steps]))
+    common = set.intersection(*(set(step) for step in steps)) if steps else set()
+    return [{name: step[name] for name in sorted(common)} for step in steps]
+
+
+def measure(folder: str, algorithm: Algorithm, work: str, _output: str) -> None:
+    """Train with hpc-rl."""
+    from hpc_rl.rl.main_ppo import run_ppo
+    from hpc_rl.run_dir import RunDir
+
+    run = RunDir(Path(folder) / RUN)
+    run.path.mkdir(mode=0o700)
+    run_ppo(configuration(Path(folder), algorithm, Work(**json.loads(work))), run=run)
 
 
 def configuration(folder: Path, algorithm: Algorithm, work: Work) -> Any:

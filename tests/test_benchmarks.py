@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -55,6 +56,20 @@ def test_the_tables_compare_whole_steps() -> None:
     assert "| hpc-rl | 2 | 131,072 |  | 9.0 |" in text
     assert "| TRL | 5 | 52,429 | 2.50 | 12.0 |" in text
     assert "| gen | 1.5 |" in text and "| step |" not in text
+
+
+def test_each_step_of_a_run_that_failed_is_recorded(tmp_path: Path) -> None:
+    steps, failure = ppo_gpu.run(OURS, "/bin/false", tmp_path, "ppo", WORK)
+    assert steps == [] and failure is not None and failure.startswith("hpc-rl failed: exit code 1\n")
+    metrics = tmp_path / "run" / "metrics.jsonl"
+    metrics.parent.mkdir(exist_ok=True)
+    lines = [
+        {"step": 1, "total_steps": 9, "time": 1.0, "timing_s/gen": 3.0, "timing_s/first": 1.0, "actor/loss": 1.0},
+        {"step": 2, "total_steps": 9, "time": 2.0, "timing_s/gen": 2.0, "perf/max_memory_gb": 5.0},
+    ]
+    metrics.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert ppo_gpu.recorded(tmp_path) == [{"timing_s/gen": 3.0}, {"timing_s/gen": 2.0}]
+    assert ppo_gpu.tables("ppo", {}, WORK) == "PPO: no step counts"
 
 
 def test_fine_tuning_is_measured_with_both_kinds_of_lengths(monkeypatch: pytest.MonkeyPatch) -> None:

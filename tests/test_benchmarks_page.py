@@ -14,6 +14,7 @@ from benchmarks import (
     driver,
     generate,
     gpu_jobs,
+    launches,
     prompt_cache,
     ray_up,
     rollout,
@@ -42,6 +43,10 @@ def fine_tuning() -> Iterator[str]:
             for who, speeds in measured.items():
                 ratio = "" if who == "hpc-rl" else f"{median_ratio(measured['hpc-rl'], speeds):.2f}"
                 yield f"| {who} | {median(speeds):,.0f} | {ratio} |"
+
+
+def operators() -> Iterator[str]:
+    yield from map(line, launches.rows(result("launches")))
 
 
 def memory() -> Iterator[str]:
@@ -152,6 +157,7 @@ def fine_tuning_on_a_gpu() -> Iterator[str]:
 TABLES = (
     fine_tuning,
     preferences,
+    operators,
     memory,
     divergences,
     ranks,

@@ -11,13 +11,18 @@ NODE_SHARE = 0.25
 same size, a reference, activations, and gathered layers."""
 
 
-def auto_sharding(state_bytes: int, ranks_per_node: int | None, memory: int | None) -> Literal["full", "hybrid"]:
+def auto_sharding(
+    state_bytes: int, ranks: int, ranks_per_node: int | None, memory: int | None
+) -> Literal["full", "hybrid", "none"]:
     """Return the sharding that `auto` stands for.
 
     Args:
         state_bytes: bytes of all parameters, gradients and optimizer states of the model.
+        ranks: of the whole job.
         ranks_per_node: None if nodes have different numbers of ranks.
         memory: bytes of memory of each device; None on CPUs.
     """
     fits = bool(ranks_per_node and memory) and state_bytes / (ranks_per_node or 1) <= NODE_SHARE * (memory or 0)
-    return "hybrid" if fits else "full"
+    if not fits:
+        return "full"
+    return "hybrid" if ranks > 1 else "none"

@@ -15,6 +15,7 @@ from hpc_rl.config.moments import Moments
 Sharding = Literal["full", "hybrid", "gradients", "none"]
 Offload = Literal["none", "optimizer", "all"]
 Recompute = Literal[False, True, "half"]
+Compile = Literal["auto", False, True]
 Beta = Annotated[float, Field(ge=0, lt=1)]
 OFFLOAD_BYTES = 1 << 30
 """Bytes of the moments that come to the device at a time if they wait in host memory; two such parts are there."""
@@ -102,14 +103,15 @@ class ModelConfig(ModelSource):
     enable_activation_offload: bool = False
     """Keep the inputs of recomputed layers in host memory between forward and backward pass, for long rows. They are
     copied while the GPU computes. It needs enable_gradient_checkpointing=true."""
-    use_torch_compile: bool = False
-    """Compile each transformer layer with torch.compile."""
+    use_torch_compile: Compile = "auto"
+    """Compile each transformer layer with torch.compile. auto: on GPUs, for models of type gemma2, llama, mistral,
+    qwen2 and qwen3, unless use_liger, enable_activation_offload or lora.quantize is set, or the compiler fails."""
     use_liger: bool = False
     """Compute norms, rotary embeddings and gated activations with the kernels of Liger, on GPUs. It needs
     liger-kernel."""
     lora: LoraConfig = LoraConfig()
 
-    @field_validator("enable_gradient_checkpointing", mode="before")
+    @field_validator("enable_gradient_checkpointing", "use_torch_compile", mode="before")
     @classmethod
     def _true_or_false(cls, value: Any) -> Any:
         """Read a word as pydantic reads those of other switches, such as true, True, yes or 1."""
@@ -125,7 +127,7 @@ class ModelConfig(ModelSource):
                 f"enable_gradient_checkpointing is {str(self.enable_gradient_checkpointing).lower()}: set it to true, "
                 "or remove enable_activation_offload"
             )
-        if self.use_liger and self.use_torch_compile:
+        if self.use_liger and self.use_torch_compile is True:
             yield "use_liger and use_torch_compile both fuse the operations of a layer: set one of them to false"
 
 
@@ -193,8 +195,9 @@ class TrainingConfig(RecordedConfig):
     """Sharding of the model with FSDP. full: parameters, gradients and optimizer state are divided among all ranks.
     hybrid: they are divided among the ranks of each node, and every node has the whole model (less traffic between
     nodes). gradients: parameters stay gathered from forward to backward, and gradients are whole until the end of the
-    step. none: every rank has the whole model. auto: hybrid if a model's parameters, gradients and optimizer state take
-    at most a quarter of the memory of one node's GPUs, otherwise full."""
+    step. none: every rank has the whole model; a single rank then needs no FSDP. auto: hybrid, or none for a single
+    GPU, if a model's parameters, gradients and optimizer state take at most a quarter of the memory of one node's GPUs,
+    otherwise full."""
     reduce_dtype: Literal["float32", "bfloat16"] = "float32"
     """Type in which ranks add up gradients. bfloat16 halves this traffic and loses precision. It needs sharding auto,
     full or hybrid."""

@@ -246,6 +246,7 @@ def step(state: TrainerState, clock: Clock) -> dict[str, float]:
             found.loss.backward()
             sums = sums + torch.cat([found.loss.detach()[None], found.sums])
             heart.beat()
+        sharding.reshard(state.model)
         norm = clip_gradients(state.model.parameters(), config.optim.clip_grad)
         # The usual exchange of numbers in a step: rank 0's decisions travel with the loss.
         loss, *sums_K = sums.tolist()

@@ -56,6 +56,8 @@ class Held:
     """What waits in host memory while nothing uses it."""
     split: int = 1
     """Number of ranks that compute a row together. Tokens are those of one rank's slice."""
+    ranks: int = 2
+    """Number of all ranks that have the model. A single one that does not divide it uses no FSDP."""
 
     @property
     def total(self) -> int:
@@ -66,6 +68,11 @@ class Held:
     def root(self) -> int:
         """Parameters outside of the layers: embedding, last norm and LM head."""
         return self.total - self.shape.blocks
+
+    @property
+    def is_alone(self) -> bool:
+        """Whether the model computes with copies of its float32 weights instead of gathered ones."""
+        return self.ranks == 1 and self.sharding == "none"
 
     @property
     def weights(self) -> float:
@@ -149,12 +156,17 @@ class Held:
 
     def _gathered(self) -> Parts:
         """Return the weights that FSDP has gathered while a layer computes: that layer and the next one."""
+        if self.is_alone:
+            converted = self.total - (self._packed_weights() if self.four_bit else 0)
+            return {"weights in bfloat16": COMPUTE * (self.adapters + (converted if self.itemsize == FLOAT32 else 0))}
         if self.sharding in ("full", "hybrid"):
             return {"gathered weights": COMPUTE * (self.root + 2 * self._layer())}
         return {"gathered weights": COMPUTE * (self.root + self.shape.layers * self._layer())}
 
     def _at_start(self) -> Parts:
         """Return what exists when FSDP gathers embedding, head and first layer: what arrives, and its copy."""
+        if self.is_alone:
+            return self._gathered()
         return {"gathered weights": 2 * COMPUTE * (self.root + self._layer())}
 
     def _layer(self) -> float:
@@ -201,14 +213,13 @@ class Held:
     def _at_head(self, tokens: int) -> Parts:
         """Return what exists when the head computes the gradient of its weight."""
         shape = self.shape
-        found = {
+        whole = self.sharding in ("gradients", "none")
+        gathered = self._gathered() if whole else {"gathered weights": COMPUTE * (self.root + self._layer())}
+        found = gathered | {
             "gradients": self._gradients(),
-            "gathered weights": COMPUTE * (self.root + self._layer()),
             "saved activations": self._saved(tokens, shape.layers),
             "activations": 6 * COMPUTE * tokens * shape.hidden,
         }
-        if self.sharding in ("gradients", "none"):
-            found |= self._gathered()
         if self.head == "value":
             return found
         trains_head = not self.adapters
@@ -242,6 +253,9 @@ class Held:
     def _at_end(self) -> Parts:
         """Return what exists when the gradients of embedding and head travel, after the backward pass."""
         trained = 0 if self.adapters else self.root
+        if self.is_alone:
+            gradients = {"gradients": self._gradients(), "gradients of embedding and head": 2 * COMPUTE * trained}
+            return self._gathered() | gradients
         return {
             "gradients": self._gradients(),
             "gradients of embedding and head": (COMPUTE + FLOAT32) * trained + FLOAT32 * trained / self.shards,
@@ -250,7 +264,7 @@ class Held:
     def _gradients(self) -> float:
         """Return the gradients that are kept from one micro-batch to the next."""
         itemsize, trained = (FLOAT32, self.adapters) if self.adapters else (self.itemsize, self.total)
-        if self.sharding in ("full", "hybrid"):
+        if self.sharding in ("full", "hybrid") or self.is_alone:
             return itemsize * trained / self.shards
         return float(FLOAT32 * trained)
 
@@ -258,6 +272,8 @@ class Held:
         """Return the gradient of a layer while ranks exchange it, and that of the next one's first matrix."""
         if self.adapters:
             return FLOAT32 * self.adapters / self.shape.layers
+        if self.is_alone:
+            return COMPUTE * self.shape.hidden * self.shape.inner
         return FLOAT32 * self.shape.layer + COMPUTE * self.shape.hidden * self.shape.inner
 
 

@@ -342,6 +342,7 @@ def _trained(
         four_bit=model.lora.quantize is not None,
         offload=trainer.offload,
         split=trainer.sequence_parallel,
+        ranks=ranks.count,
     )
 
 
@@ -350,14 +351,16 @@ def _frozen(shape: Shape, head: Head, trainer: TrainingConfig | None, ranks: Ran
     requested = "full" if trainer is None else trainer.sharding
     sharding, shards = _division(requested, COMPUTE * shape.total, ranks)
     offload = "none" if trainer is None else trainer.offload
-    return Held(shape, COMPUTE, head, sharding, shards, trained=False, offload=offload)
+    return Held(shape, COMPUTE, head, sharding, shards, trained=False, offload=offload, ranks=ranks.count)
 
 
 def _division(requested: str, state_bytes: int, ranks: Ranks) -> tuple[Sharding, int]:
     """Return the sharding of a model, and how many ranks together hold it once."""
     chosen: str = requested
     if requested == "auto":
-        chosen = auto_sharding(state_bytes, ranks.per_node, int(ranks.gpu_bytes))
+        chosen = auto_sharding(state_bytes, ranks.count, ranks.per_node, int(ranks.gpu_bytes))
+    if chosen == "gradients" and ranks.count == 1:
+        return "none", 1
     if chosen == "hybrid" and ranks.per_node is not None:
         return "hybrid", min(ranks.per_node, ranks.count)
     return chosen, 1 if chosen == "none" else ranks.count  # type: ignore[return-value]  # a value of trainer.sharding

@@ -21,12 +21,11 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
 
 from hpc_rl.config.training import OFFLOAD_BYTES, Offload
 from hpc_rl.training.models.causal_lm import PackedModel
 from hpc_rl.training.param_groups import only
-from hpc_rl.training.sharding import own_part, reshard
+from hpc_rl.training.sharding import is_divided, own_part, reshard
 from hpc_rl.training.side_stream import SideStream
 
 _ALIGNED = 64
@@ -134,8 +133,8 @@ class ModelOffload:
     def __init__(self, level: Offload, model: PackedModel, optimizer: torch.optim.Optimizer | None = None) -> None:
         self._model = model
         self._optimizer = optimizer
-        # The weights of a model that is not divided may belong to an engine too.
-        moves_weights = level == "all" and isinstance(model, FSDPModule)
+        # Without parts or copies, the weights may belong to an engine too.
+        moves_weights = level == "all" and is_divided(model)
         self._weights = Parked(model.parameters() if moves_weights else ())
         parts = [] if level == "none" or optimizer is None else parts_of(optimizer)
         self._moments = [(part, Parked(moments_of(optimizer, part))) for part in parts]

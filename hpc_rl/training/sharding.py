@@ -4,7 +4,8 @@
 gradient is reduced after each micro-batch, so that no rank ever holds the gradient of the whole model. `hybrid` does so
 within each node, and every node has the whole model: only gradients travel between nodes, once per step. `gradients`
 keeps the layers gathered from the first forward to the last backward pass of a step. `none` replicates the model: each
-rank holds one complete shard. These two exchange gradients once per step.
+rank holds one complete shard. These two exchange gradients, and convert weights to bfloat16, once per step. One rank
+that has the whole model needs no FSDP: see models/compute_weights.py.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from hpc_rl.config.training import Sharding
 from hpc_rl.errors import UserError
 from hpc_rl.training.distributed import World
 from hpc_rl.training.models.causal_lm import PackedModel
+from hpc_rl.training.models.compute_weights import ComputeWeights
 from hpc_rl.training.perf import memory_bytes
 
 Model = TypeVar("Model", bound=PackedModel)
@@ -38,12 +40,12 @@ class ShardingOptions(Protocol):
 
 
 def is_sharded(world: World) -> bool:
-    """Return whether models are sharded; in a single CPU process they are not."""
+    """Return whether models have parts, or copies to compute with; in a single CPU process they have neither."""
     return world.size > 1 or world.device.type != "cpu"
 
 
 def shard(model: Model, world: World, trainer: ShardingOptions) -> Model:
-    """Shard a model in place, which may be on the meta device; return it. fully_shard moves it to the device.
+    """Shard a model in place, which may be on the meta device; return it.
 
     Raises:
         UserError: trainer.sharding is hybrid, and the nodes have different numbers of ranks.
@@ -55,6 +57,11 @@ def shard(model: Model, world: World, trainer: ShardingOptions) -> Model:
     # All ranks need the same answer, also if their devices differ.
     memory = world.broadcast(memory_bytes(world.device))
     model.sharding = choose(trainer.sharding, state_bytes, world, memory)
+    if world.size == 1 and model.sharding == "none":
+        model.compute_weights = ComputeWeights(model, model.float32_modules())
+        for module in model.modules():  # as fully_shard does
+            module._buffers.update({name: part.to(world.device) for name, part in module.named_buffers(recurse=False)})
+        return model
     mesh = _mesh(model.sharding, world, dist.group.WORLD)
     policy = _policy(world.device, trainer)
     reshard = model.sharding in ("full", "hybrid")
@@ -85,9 +92,11 @@ def choose(requested: str, state_bytes: int, world: World, memory: int | None) -
             "numbers: use trainer.sharding=full, or nodes of equal size"
         )
     if requested == "auto":
-        requested = auto_sharding(state_bytes, ranks, memory)
+        requested = auto_sharding(state_bytes, world.size, ranks, memory)
     if requested == "hybrid" and ranks == world.size:
         return "full"  # on one node they are the same
+    if requested == "gradients" and world.size == 1:
+        return "none"
     return requested  # type: ignore[return-value]  # one of the remaining values of trainer.sharding
 
 
@@ -109,10 +118,18 @@ def begin_micro_batch(model: PackedModel, trainer: ShardingOptions, last: bool) 
 
 
 def reshard(model: PackedModel) -> None:
-    """Release gathered parameters after a forward pass without a backward pass; FSDP would otherwise save them."""
+    """Release gathered or converted weights after a forward pass without a backward pass, or at the end of a step's
+    backward passes: what follows needs the weights themselves."""
+    if model.compute_weights is not None:
+        model.compute_weights.leave()
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
+
+
+def is_divided(model: PackedModel) -> bool:
+    """Return whether a model consists of parts, or has copies to compute with; see is_sharded."""
+    return isinstance(model, FSDPModule) or model.compute_weights is not None
 
 
 def own_part(tensor: torch.Tensor) -> torch.Tensor:

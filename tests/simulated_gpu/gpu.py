@@ -19,6 +19,23 @@ from torch.utils._pytree import tree_leaves
 
 from tests.simulated_gpu.patches import replaced_parts_of_torch
 
+_WITHOUT_KERNEL = frozenset(
+    {
+        "_reshape_alias",
+        "_unsafe_view",
+        "detach",
+        "empty",
+        "empty_like",
+        "empty_strided",
+        "lift_fresh",
+        "new_empty",
+        "new_empty_strided",
+        "resize_",
+        "set_",
+    }
+)
+"""Operators without arithmetic that are not declared as views."""
+
 
 class Gpu(TorchDispatchMode):
     """Rank 0's GPU. It counts the bytes of all storages on device `cuda`, collectives, and waits of the host."""
@@ -35,6 +52,8 @@ class Gpu(TorchDispatchMode):
         """Number of each collective's calls."""
         self.waits: Counter[str] = Counter()
         """Number of times that the host read a value of a tensor, by file:line of this project."""
+        self.launches: Counter[str] = Counter()
+        """Number of calls of each operator that computes or copies on the GPU: at least one kernel each."""
         self.at_peak: list[tuple[float, str]] = []
         """With `where`: the largest origins at the peak; see `largest`."""
         self.tensors = FakeTensorMode(allow_non_fake_inputs=True)
@@ -45,11 +64,12 @@ class Gpu(TorchDispatchMode):
         self._origin: dict[int, str] = {}
 
     def reset(self) -> None:
-        """Forget collectives, waits, and all peaks before now."""
+        """Forget collectives, waits, launches, and all peaks before now."""
         self.peak = self.live
         self.traffic.clear()
         self.calls.clear()
         self.waits.clear()
+        self.launches.clear()
 
     def largest(self, count: int = 12) -> list[tuple[float, str]]:
         """Return live memory, in 10^9 bytes, by the code that allocated it. Needs `where`."""
@@ -89,9 +109,10 @@ class Gpu(TorchDispatchMode):
             sizes = [t.numel() * t.itemsize for t in tree_leaves((args, out)) if isinstance(t, torch.Tensor)]
             self.traffic[func._schema.name.partition("::")[2]] += max(sizes, default=0)
             self.calls[func._schema.name.partition("::")[2]] += 1
-        for tensor in () if self.paused else tree_leaves(out):
-            if isinstance(tensor, FakeTensor) and tensor.device.type == "cuda":
-                self.see(tensor.untyped_storage())
+        elif not self.paused and _launches(func) and any(map(_on_gpu, tree_leaves((args, out)))):
+            self.launches[func._schema.name] += 1
+        for tensor in () if self.paused else filter(_on_gpu, tree_leaves(out)):
+            self.see(tensor.untyped_storage())
         return out
 
     def _resize(self, key: int, size: int) -> None:
@@ -121,6 +142,15 @@ def simulated_gpus(ranks: int, gpus_per_node: int = 8, where: bool = False) -> I
             yield gpu
     finally:
         dist.destroy_process_group()
+
+
+def _on_gpu(value: object) -> bool:
+    return isinstance(value, FakeTensor) and value.device.type == "cuda"
+
+
+def _launches(func: Any) -> bool:
+    """Return whether an operator does more than to describe or to reserve memory."""
+    return func.namespace != "prim" and not func.is_view and func._schema.name.partition("::")[2] not in _WITHOUT_KERNEL
 
 
 def _place(frame: traceback.FrameSummary) -> str:

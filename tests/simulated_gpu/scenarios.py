@@ -54,6 +54,7 @@ class Job:
             "data.train_files=train.jsonl",
             "trainer.device=cuda",
             "model.enable_gradient_checkpointing=true",
+            "model.use_torch_compile=false",  # nothing here can compile for a GPU
             f"trainer.nnodes={self.ranks // self.gpus_per_node}",
             f"trainer.n_gpus_per_node={self.gpus_per_node}",
             f"trainer.micro_tokens={self.micro_tokens}",
@@ -75,6 +76,7 @@ class Phase:
     traffic: dict[str, int]
     calls: dict[str, int]
     waits: dict[str, int]
+    launches: dict[str, int]
     at_peak: list[tuple[float, str]] = field(default_factory=list)
 
 
@@ -170,7 +172,13 @@ class _Phases:
     def end(self, name: str) -> None:
         gpu = self.gpu
         self.found[name] = Phase(
-            gpu.peak, gpu.live, dict(gpu.traffic), dict(gpu.calls), dict(gpu.waits), list(gpu.at_peak)
+            gpu.peak,
+            gpu.live,
+            dict(gpu.traffic),
+            dict(gpu.calls),
+            dict(gpu.waits),
+            dict(gpu.launches),
+            list(gpu.at_peak),
         )
         gpu.reset()
 

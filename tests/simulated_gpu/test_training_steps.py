@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import replace
 
 import pytest
@@ -72,6 +73,24 @@ def test_memory_and_traffic_of_each_sharding(job: Job, sharding: str, shards: in
     # Between nodes only one part of the gradient travels, once per step.
     between = {"none": 4 * P}.get(sharding, 4 * P // shards if job is TWO_NODES and sharding != "full" else 0)
     assert traffic.get("allreduce_", 0) == between
+
+
+@pytest.mark.parametrize(
+    ("ranks", "sharding", "once"),
+    [(1, "auto", True), (8, "gradients", True), (8, "none", True), (8, "full", False), (1, "full", False)],
+)
+def test_weights_are_converted_once_per_step(ranks: int, sharding: str, once: bool) -> None:
+    job, option = replace(SMALL, ranks=ranks, gpus_per_node=ranks), f"trainer.sharding={sharding}"
+    one, three = (sft(job, option, micro_batches=number)["update"].launches for number in (1, 3))
+    copies = ("aten::_foreach_copy_", "aten::copy_", "fsdp::all_gather_copy_in")
+    more, there = (sum(launches.get(name, 0) for name in copies) for launches in (Counter(three) - Counter(one), one))
+    assert there > 0
+    assert more == (0 if once else 2 * there)
+
+
+def test_operators_do_not_depend_on_the_number_of_samples() -> None:
+    few, many = (sft(replace(SMALL, ranks=1, length=length), micro_batches=1)["update"] for length in (512, 32))
+    assert few.launches == many.launches
 
 
 def test_gradients_travel_in_bfloat16_if_asked() -> None:

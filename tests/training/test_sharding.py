@@ -35,6 +35,21 @@ def test_the_choice(requested: str, state_bytes: int, per_node: int | None, memo
     assert choose(requested, state_bytes, world(16, per_node), memory) == chosen
 
 
+@pytest.mark.parametrize(
+    ("requested", "state_bytes", "memory", "chosen"),
+    [
+        ("auto", 20 * GB, 80 * GB, "none"),  # a quarter of the memory
+        ("auto", 20 * GB + 1, 80 * GB, "full"),
+        ("auto", 1, None, "full"),
+        ("gradients", 10**15, 80 * GB, "none"),
+        ("full", 1, 80 * GB, "full"),
+        ("hybrid", 1, 80 * GB, "full"),
+    ],
+)
+def test_the_choice_of_one_rank(requested: str, state_bytes: int, memory: int | None, chosen: str) -> None:
+    assert choose(requested, state_bytes, world(1, 1), memory) == chosen
+
+
 def test_hybrid_needs_nodes_of_equal_size() -> None:
     with pytest.raises(UserError, match=r"^trainer\.sharding=hybrid needs the same number of ranks on each node"):
         choose("hybrid", 1, world(12, None), None)

@@ -114,6 +114,7 @@ class Learner(ABC, Generic[Model]):
                 (loss * factor).backward()
                 losses.append(loss.detach())
                 heart.beat()
+            sharding.reshard(self.model)
             total = sum(torch.stack(losses).tolist())
             norm = clip_gradients(self.model.parameters(), self.optim.clip_grad)
             guards.refuse_not_finite(number, dict(enumerate(self.world.gather_rows([total])[:, 0].tolist())), norm)

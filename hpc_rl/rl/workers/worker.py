@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch.distributed.fsdp import FSDPModule
 
 from hpc_rl.config.ppo import PpoConfig
 from hpc_rl.config.rollout import engine_dtype, engine_spec
@@ -43,6 +42,7 @@ from hpc_rl.training.models.lora import without_adapters
 from hpc_rl.training.models.stored_form import StoredForm
 from hpc_rl.training.perf import Span, Spans, max_memory_gb, memory_bytes, peak_flops
 from hpc_rl.training.profiling import Trace, trace_path
+from hpc_rl.training.sharding import is_divided
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -261,8 +261,8 @@ class Worker:
 
     @property
     def is_sharded(self) -> bool:
-        """Whether the policy is an FSDP module, whose parameters are parts of tensors."""
-        return isinstance(self.actor.model, FSDPModule)
+        """Whether the policy has parts of tensors, or copies to compute with. An engine then needs its own weights."""
+        return is_divided(self.actor.model)
 
     @property
     def _training(self) -> PpoConfig:

@@ -14,6 +14,7 @@ from hpc_rl.config.training import LoraConfig, ModelConfig, ModelSource, Shardin
 from hpc_rl.errors import UserError
 from hpc_rl.host.model_kind import is_classifier
 from hpc_rl.training.models import lora, packed_attention
+from hpc_rl.training.models.compute_weights import ComputeWeights
 from hpc_rl.training.models.four_bit import four_bit_weights
 from hpc_rl.training.models.liger import use_liger
 from hpc_rl.training.models.packed_batch import PackedBatch
@@ -45,8 +46,12 @@ class PackedModel(nn.Module):
 
     sharding: Sharding = "none"
     """The division of its parameters among ranks, which sharding.shard sets."""
+    compute_weights: ComputeWeights | None = None
+    """What it computes with instead of float32 weights if one GPU has it whole, which sharding.shard sets."""
     adapters: lora.Adapters | None = None
     """The adapters that are trained instead of the whole model."""
+    prepared: ModelConfig | None = None
+    """The options of prepare_training; None of a model for which it was not called."""
     sequence: SequenceGroup = ALONE
     """The ranks that compute a row together, which loading.load_sharded sets."""
     routers: Routers | None = None
@@ -84,7 +89,7 @@ class PackedModel(nn.Module):
         return None
 
     def prepare_training(self, config: ModelConfig) -> None:
-        """Switch to training mode, with adapters, kernels, recomputation and compilation as configured.
+        """Switch to training mode, with adapters, kernels and recomputation as configured.
 
         Raises:
             UserError: the model cannot have these adapters or kernels, or its layers cannot be recomputed in this way.
@@ -98,9 +103,7 @@ class PackedModel(nn.Module):
         if config.use_liger:
             use_liger(self.hf)
         recompute(self.hf, self.layers(), config)
-        if config.use_torch_compile:
-            for layer in self.layers():
-                layer.compile(dynamic=True)
+        self.prepared = config
 
 
 class CausalLM(PackedModel):

@@ -24,6 +24,7 @@ from hpc_rl.training import sharding
 from hpc_rl.training.distributed import World
 from hpc_rl.training.models import lora
 from hpc_rl.training.models.causal_lm import PackedModel
+from hpc_rl.training.models.compiled import compile_layers
 from hpc_rl.training.models.four_bit import four_bit_weights
 from hpc_rl.training.models.packed_attention import use_flash_attention_3
 from hpc_rl.training.models.pretrained import Pretrained
@@ -58,6 +59,8 @@ def load_sharded(pretrained: Pretrained[Model], world: World, trainer: LoadingOp
     model = world.together(pretrained.load) if whole else _load_parts(pretrained, world, trainer)
     model.sequence = sequence
     world.together(lambda: set_adapters(model, trainer.seed))
+    if model.prepared is not None:
+        compile_layers(model, model.prepared, world)
     return model
 
 
@@ -189,7 +192,8 @@ def _shard(model: PackedModel, world: World, trainer: LoadingOptions) -> None:
                 memory = torch.empty_like(parameter, device=world.device)
                 made[parameter] = nn.Parameter(memory, requires_grad=parameter.requires_grad)
             setattr(module, name, made[parameter])
-    model.to(world.device)  # FSDP takes note of the new parameters, and buffers move
+    if model.compute_weights is None:
+        model.to(world.device)  # FSDP takes note of the new parameters
 
 
 def _read(pretrained: Pretrained[Any], hf: PreTrainedModel, stored: Mapping[str, Stored], device: torch.device) -> None:

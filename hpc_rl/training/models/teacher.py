@@ -21,6 +21,8 @@ KEY = "teacher.path"
 def teacher_model(path: str, student: ModelConfig, on_accelerator: bool) -> Pretrained[CausalLM]:
     """Return the teacher, to be loaded without gradients."""
     settings = student.model_copy(update={"path": path, "use_liger": False})  # it may be a model of any type
+    if student.use_liger:  # which replaces functions of all models of a type
+        settings = settings.updated("use_torch_compile", False)
     if on_accelerator:  # which computes in bfloat16; no optimizer needs more digits of these weights
         settings = settings.updated("dtype", "bfloat16")
     return causal_lm(settings, trained=False, key=KEY)
