@@ -72,6 +72,10 @@ def shard(model: Model, world: World, trainer: ShardingOptions) -> Model:
         fully_shard(layer, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard)
     # The root holds embeddings and LM head. The backward pass begins with them, so they stay gathered until then.
     fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
+    # With transformers 4, an expert that no token of a rank has chosen has no gradient there. FSDP would leave it out
+    # on that rank, and ranks would reduce tensors of different lengths. Earlier versions of torch lack this setting.
+    if isinstance(model, FSDPModule) and hasattr(model, "set_reduce_scatter_unused_params"):
+        model.set_reduce_scatter_unused_params(True)
     return model
 
 

@@ -213,3 +213,22 @@ def test_a_teacher_on_ranks_of_its_own(trained_runs: Trained, tmp_path: Path) ->
     # Rank 0 trains and asks rank 1; it sends the header of a question in host memory, and the rest between GPUs.
     assert {row.detail for row in ranks[0].collectives if row.name in ("send", "recv")} == {"1"}
     assert {row.detail for row in ranks[2].collectives if row.name in ("send", "recv")} == {"3"}
+
+
+def leave_out(world: World, path: str) -> list[float]:
+    """Be a rank; rank 1 does not use the MLP of the first layer, like an expert that no token chooses."""
+    trainer = TrainingConfig(sharding="full")
+    model = load_sharded(causal_lm(ModelConfig(path=path)), world, trainer)
+    mlp = model.hf.get_submodule("model.layers.0.mlp")
+    if world.rank == 1:
+        mlp.forward = torch.nn.Identity()  # type: ignore[method-assign]
+    ids = np.arange(5, 30, dtype=np.int32)
+    batch = pack_samples([ids], [np.arange(len(ids)) > 0]).to(world.device)
+    begin_micro_batch(model, trainer, last=True)
+    model(batch, partial(cross_entropy_sum, targets_N=batch.targets_N, scale=1.0)).backward()
+    return [one.grad.full_tensor().norm().item() for one in mlp.parameters()]
+
+
+def test_a_rank_that_does_not_use_a_weight(trained_runs: Trained) -> None:
+    found = run_ranks(leave_out, 2, str(trained_runs.folder / "model"), device="cuda")
+    assert found[0].value == found[1].value and min(found[0].value) > 0
