@@ -142,7 +142,11 @@ class WorkerWatch:
         """Whether vLLM has ended the other workers."""
         self._first_death = _first_death_of_actors if hasattr(executor, "ray_worker_handles") else _first_death
         self._size = len(getattr(executor, "ray_worker_handles", None) or getattr(executor, "workers", ()))
+        self._memory: list[Path] = []
+        """Files of the shared memory through which engine and workers talk. Killed processes leave theirs."""
         if self._size:
+            handles = [queue.export_handle() for queue in (executor.rpc_broadcast_mq, *executor.response_mqs)]
+            self._memory = [Path("/dev/shm", handle.buffer_handle[-1]) for handle in handles if handle.buffer_handle]
             executor.register_failure_callback(self._ended.set)
             threading.Thread(target=self._run, name="worker watch", daemon=True).start()
 
@@ -175,6 +179,8 @@ class WorkerWatch:
 
     def _end(self, fate: Fate) -> None:
         leave_reason(fate)
+        for file in self._memory:
+            file.unlink(missing_ok=True)
         os._exit(fate.exit_code)
 
 
