@@ -50,6 +50,9 @@ _CRASHES = {
 _CRASH = re.compile(r"^ *Fatal Python error: ([\w ]+)|^.*\*\*\* (SIG[A-Z]+) received", re.MULTILINE)
 
 
+_REASON = "hpc-rl: process {pid} ends with exit code {code}: {text}"
+
+
 @dataclass(frozen=True)
 class Actor:
     """An actor, as messages name it."""
@@ -104,6 +107,8 @@ def fate_of(known: Evidence, role: Role) -> Fate:
     remedy = _REMEDIES[role]
     if known.lost_node is not None:
         return Fate(f"its node is lost ({known.lost_node})", 1)
+    if left := _left_reason(known):
+        return left
     if kind == "NODE_OUT_OF_MEMORY" or "running low on memory" in known.error:
         return Fate(f"killed by Ray's memory monitor, because the node was running low on memory: {remedy}", KILLED)
     if "SIGTERM" in detail:
@@ -115,6 +120,26 @@ def fate_of(known: Evidence, role: Role) -> Fate:
     if kind == "SYSTEM_ERROR" and "connection error" in detail:  # all that Ray sees of a process that was killed
         return Fate(kill_cause(known.out_of_memory, remedy), KILLED)
     return Fate(f"Ray ended it ({detail or _first_line(known.error)})", 1)
+
+
+def fate_of_exit(exit_code: int, role: Role) -> Fate:
+    """Return how a process on this node ended.
+
+    Args:
+        exit_code: as a shell shows it.
+    """
+    number = exit_code - 128
+    if exit_code == KILLED:
+        return Fate(kill_cause(ran_out_of_memory(os.environ), _REMEDIES[role]), KILLED)
+    if number in list(signal.Signals):
+        return Fate(f"ended by signal {number} ({signal.Signals(number).name}); its log has the reason", exit_code)
+    return Fate(f"it ended by itself with exit code {exit_code}; its log has the reason", 1)
+
+
+def leave_reason(fate: Fate) -> None:
+    """Write to this process's log why it is about to end: `fate_of` finds it there."""
+    text = fate.text.replace("\n", "\n    ")
+    print(_REASON.format(pid=os.getpid(), code=fate.exit_code, text=text), flush=True)
 
 
 def evidence(error: RayActorError, log: Path | None) -> Evidence:
@@ -129,6 +154,14 @@ def evidence(error: RayActorError, log: Path | None) -> Evidence:
         out_of_memory=_counted_on(alive[0]["NodeID"]) if alive else None,
         log="\n".join(tail(path, LOG_LINES) for path in log.parent.glob(log.name)) if log else "",
     )
+
+
+def _left_reason(known: Evidence) -> Fate | None:
+    """Return what the process itself wrote with `leave_reason`. The log may have the reasons of earlier processes."""
+    pid = re.search(r"^\s*pid: (\d+)$", known.error, re.MULTILINE)
+    pattern = _REASON.format(pid=pid and pid[1], code=r"(\d+)", text=r"(.*(?:\n {8}.*)*)")
+    found = re.search(f"^ *{pattern}", known.log, re.MULTILINE)
+    return Fate(found[2].replace("\n        ", "\n"), int(found[1])) if found else None
 
 
 def _counted_on(node_id: str) -> bool | None:

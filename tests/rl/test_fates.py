@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from hpc_rl.rl.fates import Actor, Evidence, Role, fate_of
+from hpc_rl.host.files import tail
+from hpc_rl.rl.fates import Actor, Evidence, Fate, Role, fate_of, fate_of_exit, leave_reason
 
 GONE = Evidence(
     "The actor died unexpectedly before finishing this task.\n\tclass_name: Worker\n\tpid: 4009\n\tip: 10.0.0.2\n"
@@ -64,6 +66,20 @@ CASES: dict[str, tuple[Evidence, str, int]] = {
         "terminated (signal 15, SIGTERM)",
         143,
     ),
+    "a reason that it left": (
+        replace(
+            GONE,
+            log="    hpc-rl: process 4009 ends with exit code 137: its worker 1 of 2 died\n        the end of a log:\n"
+            "            line\n    INFO more\n",
+        ),
+        "its worker 1 of 2 died\nthe end of a log:\n    line",
+        137,
+    ),
+    "a reason that another process left": (
+        replace(GONE, log="    hpc-rl: process 4008 ends with exit code 137: its worker 1 of 2 died\n"),
+        "killed (signal 9) by a user or a program, or for lack of",
+        137,
+    ),
     "its own exit": (
         ended("USER_ERROR", "Worker exits with an exit code 3."),
         "it ended by itself with exit code 3; its log has the reason",
@@ -91,6 +107,31 @@ def test_how_an_actor_ended(name: str) -> None:
 )
 def test_the_advice_fits_the_role(role: Role, remedy: str) -> None:
     assert f"lower {remedy}" in fate_of(replace(GONE, out_of_memory=True), role).text
+
+
+def test_a_reason_that_a_process_leaves_is_found(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    left = Fate("no space: remove files\nthe end of a log:\n    line 1\n    line 2", 3)
+    leave_reason(left)
+    log = tmp_path / "engine.log"
+    log.write_text(f"before\n{capsys.readouterr().out}after\n")
+    error = GONE.error.replace("4009", str(os.getpid()))
+    assert fate_of(Evidence(error, log=tail(log)), "engine") == left
+    assert fate_of(Evidence(GONE.error, log=tail(log)), "engine") != left
+
+
+@pytest.mark.parametrize(
+    ("code", "text", "job"),
+    [
+        (137, "killed (signal 9) by a user or a program, or for lack of memory", 137),
+        (139, "ended by signal 11 (SIGSEGV); its log has the reason", 139),
+        (143, "ended by signal 15 (SIGTERM); its log has the reason", 143),
+        (3, "it ended by itself with exit code 3; its log has the reason", 1),
+        (0, "it ended by itself with exit code 0; its log has the reason", 1),
+    ],
+)
+def test_how_a_process_ended(code: int, text: str, job: int) -> None:
+    found = fate_of_exit(code, "engine")
+    assert (found.text[: len(text)], found.exit_code) == (text, job)
 
 
 def test_an_actors_name_has_the_folder_of_its_log() -> None:

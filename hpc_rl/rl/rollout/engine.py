@@ -184,7 +184,8 @@ class Placement:
     adapters: Mapping[str, Any] | None = None
     """Contents of adapter_config.json if the engine receives the policy's adapters only; None for merged weights."""
     log: Path | None = None
-    """File for the output of a program that the engine starts; None: the output of the engine's process."""
+    """The file that the engine's process logs to. Other processes that the engine starts have logs beside it; None:
+    they log to where the engine does."""
 
 
 class Loader(Protocol):

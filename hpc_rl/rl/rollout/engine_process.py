@@ -28,7 +28,7 @@ class EngineProcess:
         process.begin(log, sees_node=bool(placement.bundles))
         heart.begin(f"rollout engine {index} of pool {pool}", waits=True)
         self._config = config
-        self._placement = replace(placement, log=log.with_name(f"{log.stem}-server.log"))
+        self._placement = replace(placement, log=log)
 
     def start(self) -> None:
         """Load the model."""

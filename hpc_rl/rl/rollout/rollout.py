@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, NoReturn, Protocol
 
 import ray
+from ray.exceptions import RayTaskError
 
 from hpc_rl.config.pools import pool_of
 from hpc_rl.config.ppo import PpoConfig
@@ -292,10 +293,12 @@ class Fleet:
         self._deaths[engine] += 1
         if self._deaths[engine] > MOST_DEATHS:
             raise error
-        reason = next(iter(str(error).strip().splitlines()[-1:]), type(error).__name__)
+        lines = str(error).strip().splitlines() or [type(error).__name__]
+        reason, *more = lines[-1:] if isinstance(error, RayTaskError) else lines
         if not isinstance(error, ActorDiedError):
             reason = f"{self.engines.names[engine]} did not start: {reason}"
-        print(f"warning: {reason}; another engine starts in its place, and its requests are repeated", flush=True)
+        warning = f"warning: {reason}; another engine starts in its place, and its requests are repeated"
+        print("\n".join([warning, *more]), flush=True)
         self.engines.actors[engine] = actor = self._create(engine)
         return ActorCall(actor.start.remote(), self.engines.names[engine])
 

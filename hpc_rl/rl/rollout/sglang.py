@@ -63,7 +63,8 @@ def load(
     """Start a server with a copy of the model; see `hpc_rl.rl.rollout.engine.Loader`."""
     keep_temporary_files_in_the_job()
     start_s = START_SHARE * config.trainer.model_timeout_s
-    server = SglangServer(server_settings(config.model, config.rollout, placement), placement.log, start_s)
+    log = placement.log and placement.log.with_name(f"{placement.log.stem}-server.log")
+    server = SglangServer(server_settings(config.model, config.rollout, placement), log, start_s)
     # The server also ends responses at the tokens of the model's own configuration.
     own = AutoConfig.from_pretrained(config.model.path).eos_token_id
     ends = {*eos_token_ids, *(own if isinstance(own, list) else [own])} - {None}

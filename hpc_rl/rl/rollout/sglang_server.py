@@ -22,6 +22,7 @@ from hpc_rl.errors import RunError
 from hpc_rl.host import owned, processes
 from hpc_rl.host.files import tail
 from hpc_rl.host.heartbeat import heart
+from hpc_rl.rl.fates import Fate, leave_reason
 from hpc_rl.rl.process import own_folder
 from hpc_rl.rl.rollout.http_calls import Answer, HttpClient, UnreachableError
 
@@ -106,7 +107,7 @@ class SglangServer:
         self.close()
         code = 1 if ended in (None, 0) else processes.shell_code(ended)
         how = "it was still running, and has been ended" if ended is None else f"its exit code was {code}"
-        print(f"rollout.name=sglang: {found} ({how}){self._end_of_log()}", flush=True)
+        leave_reason(Fate(f"rollout.name=sglang: {found} ({how}){self._end_of_log()}", code))
         raise SystemExit(code)
 
     def close(self) -> None:
@@ -160,7 +161,7 @@ class SglangServer:
     def _end_of_log(self) -> str:
         if self._log is None:
             return ""
-        return f"; the end of {self._log}:\n{tail(self._log, LOG_LINES)}"
+        return f"\nthe end of {self._log}:\n{tail(self._log, LOG_LINES)}"
 
     def _hide_key(self) -> None:
         """Overwrite the key in the log: at its start, SGLang writes all its arguments there."""

@@ -9,7 +9,6 @@ The actor calls the engine from one thread, in slices of time, so vLLM's AsyncLL
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -28,6 +27,13 @@ from hpc_rl.host.imports import large_imports
 from hpc_rl.rl.process import keep_temporary_files_in_the_job
 from hpc_rl.rl.rollout.engine import Completion, Placement, Request, Span
 from hpc_rl.rl.rollout.vllm_adapters import VllmAdapters, engine_rank
+from hpc_rl.rl.rollout.vllm_processes import (
+    WorkerWatch,
+    ends_with_workers,
+    give_workers_logs,
+    spread_over,
+    workers_explained,
+)
 from hpc_rl.rl.weights.buckets import pack
 
 if TYPE_CHECKING:
@@ -87,7 +93,9 @@ class VllmEngine:
         """
         _require_vllm()
         if placement.bundles:
-            _spread_over(placement)
+            spread_over(placement)
+        log = placement.log if rollout.tensor_parallel_size > 1 else None
+        give_workers_logs(log)
         from transformers import AutoConfig
 
         with large_imports():
@@ -103,10 +111,12 @@ class VllmEngine:
         config = AutoConfig.from_pretrained(model.path, trust_remote_code=model.trust_remote_code)
         settings = engine_settings(model, rollout, config, max_length, seed, placement, truncated_logprobs)
         try:
-            self._llm = LLM(**settings)
+            with workers_explained(log):
+                self._llm = LLM(**settings)
         except (ValueError, TypeError) as error:
             raise UserError(f"rollout.name=vllm: the engine did not start: {_reason(error)}") from error
         _beat_at_steps(self._llm.llm_engine)
+        self.watch = WorkerWatch(self._llm.llm_engine.model_executor, log)
 
     def add(self, requests: Sequence[Request]) -> None:
         """See RolloutEngine."""
@@ -122,6 +132,7 @@ class VllmEngine:
             )
             self._running[request.number] = _Running(name)
 
+    @ends_with_workers
     def advance(self, slice_s: float, version: int) -> list[tuple[int, Completion]]:
         """See RolloutEngine."""
         self._note_version(version)
@@ -152,6 +163,7 @@ class VllmEngine:
         self._llm.llm_engine.reset_prefix_cache(reset_running_requests=True)
         self._version = version
 
+    @ends_with_workers
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Copy all weights at once, from this process. Weights from other processes come by the four calls."""
         self._prepare_update()
@@ -160,12 +172,14 @@ class VllmEngine:
             self._llm.collective_rpc("load_host_bucket", args=(bucket,))
         self._finish("finish_host_update")
 
+    @ends_with_workers
     def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
         self._llm.collective_rpc(
             "shutdown_weight_transfer_engine"
         )  # its connection to replaced engines, if there is one
         self._llm.collective_rpc("init_weight_transfer_engine", kwargs={"init_info": init_info})
 
+    @ends_with_workers
     def start_weight_update(self) -> None:
         self._prepare_update()
         if self._adapters is not None:
@@ -175,6 +189,7 @@ class VllmEngine:
         else:
             self._llm.collective_rpc("start_tracked_update")
 
+    @ends_with_workers
     def update_weights(self, update: Any) -> None:
         """
         Args:
@@ -187,6 +202,7 @@ class VllmEngine:
         else:
             self._llm.collective_rpc("update_weights", kwargs={"update_info": update})
 
+    @ends_with_workers
     def finish_weight_update(self) -> None:
         if self._adapters is not None:
             self._adapters.replace(self._llm.llm_engine)
@@ -196,6 +212,7 @@ class VllmEngine:
         else:
             self._finish("finish_tracked_update")
 
+    @ends_with_workers
     def sleep(self) -> None:
         """Discard weights and cache. Do nothing on CPUs, where vLLM does not support it.
 
@@ -209,11 +226,13 @@ class VllmEngine:
             self._llm.sleep(level=2 if self._adapters is None else 1, mode="keep")
             self._asleep = set(PARTS)
 
+    @ends_with_workers
     def wake(self) -> None:
         self._wake(*PARTS)
 
     def close(self) -> None:
         """End the engine's processes. Killed instead, those of tensor parallelism would leave files in /dev/shm."""
+        self.watch.stop()
         self._llm.llm_engine.engine_core.shutdown()
 
     def _wake(self, *parts: str) -> None:
@@ -420,14 +439,9 @@ def _beat_at_steps(engine: Any) -> None:
     engine.step = step_and_beat
 
 
-def _spread_over(placement: Placement) -> None:
-    """Set the variables that vLLM's Ray executor reads (vllm/envs.py)."""
-    os.environ["VLLM_RAY_PER_WORKER_GPUS"] = str(placement.gpu_share)
-    os.environ["VLLM_RAY_BUNDLE_INDICES"] = ",".join(map(str, placement.bundles))
-
-
 def _reason(error: Exception) -> str:
-    """Return the informative line of an error; pydantic surrounds it with others."""
+    """Return the informative line of an error; pydantic surrounds it with others, and Ray one of a worker."""
+    error = getattr(error, "cause", error)
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     informative = [line for line in lines if line.startswith("Value error, ")]
     return (informative or lines or [type(error).__name__])[0].removeprefix("Value error, ")

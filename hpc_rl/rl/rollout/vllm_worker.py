@@ -1,12 +1,14 @@
-"""How vLLM's workers load new weights: methods that vLLM mixes into them (its argument worker_extension_cls)."""
+"""What vLLM's workers do for us: a class that vLLM mixes into theirs (its argument worker_extension_cls)."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Self
 
 from torch import nn
 
+from hpc_rl.rl.rollout.vllm_caches import set_up_caches
+from hpc_rl.rl.rollout.vllm_processes import log_as_worker
 from hpc_rl.rl.weights.buckets import Bucket, unpack
 
 
@@ -15,6 +17,12 @@ class WeightUpdates:
 
     vLLM itself only warns about them. But after a sleep that discarded the weights, their memory is undefined.
     """
+
+    def __new__(cls, *, vllm_config: Any, rank: int, **_: Any) -> Self:
+        """Prepare the process of a worker before anything else happens in it."""
+        log_as_worker(rank)
+        set_up_caches(vllm_config.parallel_config.assigned_physical_gpu_ids)
+        return super().__new__(cls)
 
     vllm_config: Any
     model_config: Any

@@ -147,8 +147,8 @@ def test_requests_that_are_not_complete_continue_with_new_weights(folder: Path, 
     model = loaded(folder)
     old = copy.deepcopy(model)
     several = prompts() * 3
-    log = tmp_path / "server.log"
-    with started(folder, SEEDED, "+rollout.engine_kwargs.holds_after=3", log=log) as engine:
+    log = tmp_path / "engine-server.log"
+    with started(folder, SEEDED, "+rollout.engine_kwargs.holds_after=3", log=tmp_path / "engine.log") as engine:
         engine.add([Request(number, prompt, number, Sampling(100)) for number, prompt in enumerate(several)])
         found: dict[int, Completion] = {}
         while len(found) < 3 or "a response waits" not in log.read_text():

@@ -101,9 +101,9 @@ def test_a_server_that_does_not_start_in_time_is_named(folder: Path, monkeypatch
 
 
 def test_a_server_that_ends_at_its_start_is_shown_with_its_log(folder: Path, tmp_path: Path) -> None:
-    log = tmp_path / "node0-engine0-server.log"
+    log, own = tmp_path / "node0-engine0-server.log", tmp_path / "node0-engine0.log"
     text = "unrecognized arguments: --no-such-option"
-    with pytest.raises(RunError) as caught, started(folder, f"+rollout.engine_kwargs.ends_at_start='{text}'", log=log):
+    with pytest.raises(RunError) as caught, started(folder, f"+rollout.engine_kwargs.ends_at_start='{text}'", log=own):
         pass
     assert str(caught.value).startswith("rollout.name=sglang: python -m sglang.launch_server ended with exit code 3: ")
     assert f"the end of {log}:" in str(caught.value) and text in str(caught.value)

@@ -13,6 +13,7 @@ from hpc_rl.config.rollout import RolloutConfig
 from hpc_rl.config.training import ModelConfig
 from hpc_rl.rl.rollout.engine import Placement
 from hpc_rl.rl.rollout.vllm import WORKER_EXTENSION, engine_settings
+from hpc_rl.rl.rollout.vllm_caches import visible_devices
 from tests.helpers import make_tiny_model
 from tests.rl.vllm_contract.h100 import pretend_h100
 
@@ -61,6 +62,22 @@ def test_vllm_accepts_the_arguments(name: str, model: str) -> None:
         assert config.weight_transfer_config.backend == placement.transfer
     else:
         assert config.lora_config.max_lora_rank == 16 and config.lora_config.lora_dtype == torch.bfloat16
+
+
+def test_folders_of_caches_are_named_by_torchs_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A graph names the device by the number that torch gives it, which depends on what the process sees."""
+    from vllm.platforms import interface
+    from vllm.platforms.cuda import CudaPlatformBase
+
+    from tests.rl.rollout.pretended_gpus import CUDA
+
+    for seen, numbers in ((None, [6, 4]), ("", [6, 4]), ("4,5,6,7", [2, 0]), ("7,6,5,4", [1, 3])):
+        monkeypatch.setattr(interface, "_assigned_physical_gpu_ids", None)
+        monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+        if seen is not None:
+            monkeypatch.setenv("CUDA_VISIBLE_DEVICES", seen)
+        assert visible_devices([6, 4]) == numbers
+    assert {name: getattr(CudaPlatformBase, name) for name in CUDA} == CUDA
 
 
 def test_vllm_knows_the_arguments_for_cpus(model: str) -> None:

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import ast
-import importlib
+import contextlib
+import dataclasses
+import importlib.util
 import inspect
 import os
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,7 +23,7 @@ import hpc_rl
 from hpc_rl.config.engines import ENGINES
 from hpc_rl.host.peft_folder import new_config
 from hpc_rl.rl.rollout import vllm as engine_module
-from hpc_rl.rl.rollout import vllm_adapters
+from hpc_rl.rl.rollout import vllm_adapters, vllm_processes
 from hpc_rl.rl.rollout.engine import Placement, Request, Sampling, Span
 from hpc_rl.rl.rollout.vllm import PARTS
 from hpc_rl.rl.rollout.vllm_worker import WeightUpdates
@@ -49,7 +52,7 @@ def test_one_ray_executor_serves_tensor_parallel_engines(monkeypatch: pytest.Mon
     assert [executor(backend).__name__ for backend in ("mp", "uni")] == ["MultiprocExecutor", "UniProcExecutor"]
     for name in ("VLLM_RAY_PER_WORKER_GPUS", "VLLM_RAY_BUNDLE_INDICES", "VLLM_CACHE_ROOT"):
         monkeypatch.setenv(name, "/cache")
-    engine_module._spread_over(Placement("cuda", "nccl", bundles=(2, 3), gpu_share=0.5))
+    vllm_processes.spread_over(Placement("cuda", "nccl", bundles=(2, 3), gpu_share=0.5))
     import vllm.envs as envs
     from vllm.v1.executor import ray_executor_v2
 
@@ -57,6 +60,60 @@ def test_one_ray_executor_serves_tensor_parallel_engines(monkeypatch: pytest.Mon
     assert RayExecutorV2._get_actor_resource_kwargs() == {"num_gpus": 0.5}
     assert envs.VLLM_RAY_BUNDLE_INDICES == "2,3"
     assert ray_executor_v2.get_driver_env_vars(worker_specific_vars=set())["VLLM_CACHE_ROOT"] == "/cache"
+
+
+def test_a_worker_prepares_its_process_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The executor has told a worker the GPUs of the engine before it makes the class that the worker extends."""
+    from vllm.v1.executor import ray_executor_v2
+    from vllm.v1.worker.worker_base import WorkerBase, WorkerWrapperBase
+
+    class Reached(Exception):
+        pass
+
+    class Worker(WorkerBase):
+        def __init__(self, **_: Any) -> None:
+            raise Reached(os.environ["VLLM_CACHE_ROOT"])
+
+    prepared: list[Any] = []
+    monkeypatch.setenv("VLLM_CACHE_ROOT", str(tmp_path))
+    monkeypatch.setattr("vllm.v1.worker.worker_base.resolve_obj_by_qualname", {"W": Worker, "E": WeightUpdates}.get)
+    monkeypatch.setattr("vllm.v1.worker.worker_base.worker_receiver_cache_from_config", lambda *_: None)
+    monkeypatch.setattr("vllm.v1.worker.worker_base.set_current_vllm_config", lambda _: contextlib.nullcontext())
+    monkeypatch.setattr("hpc_rl.rl.rollout.vllm_worker.log_as_worker", prepared.append)
+    monkeypatch.setattr("vllm.platforms.interface._assigned_physical_gpu_ids", None)
+    parallel = SimpleNamespace(worker_cls="W", worker_extension_cls="E", world_size=2)
+    config = mock.create_autospec(ray_executor_v2.VllmConfig, instance=True, parallel_config=parallel)
+    process = object.__new__(ray_executor_v2.RayWorkerProc)
+    process._init_kwargs = dict(
+        vllm_config=config, rank=1, input_shm_handle=None, shared_worker_lock=None, is_driver_worker=False
+    )
+    assert WorkerWrapperBase is sys.modules[ray_executor_v2.WorkerProc.__module__].WorkerWrapperBase
+    with pytest.raises(Reached, match=f"^{tmp_path}/devices-2-3$"):
+        process.initialize_worker(1, {}, "tcp://", {"VLLM_CACHE_ROOT": "/of the engine"}, [2, 3])
+    assert prepared == [1]
+
+
+def test_the_death_of_a_worker_is_an_error_that_the_engine_expects() -> None:
+    """Both executors name their workers as the watch reads them, and the engine core has them in this process."""
+    from vllm.v1.engine.llm_engine import LLMEngine
+    from vllm.v1.executor.multiproc_executor import MultiprocExecutor, WorkerProcHandle
+    from vllm.v1.executor.ray_executor_v2 import RayExecutorV2, RayWorkerHandle
+
+    assert {"proc", "rank"} <= {field.name for field in dataclasses.fields(WorkerProcHandle)}
+    assert {"run_ref", "rank"} <= {field.name for field in dataclasses.fields(RayWorkerHandle)}
+    assert "self.ray_worker_handles" in inspect.getsource(RayExecutorV2._init_executor)
+    assert "self.workers" in inspect.getsource(MultiprocExecutor._init_executor)
+    assert "self.model_executor = self.engine_core.engine_core.model_executor" in inspect.getsource(LLMEngine.__init__)
+    called: list[str] = []
+    executor = object.__new__(RayExecutorV2)
+    executor.is_failed, executor.rpc_broadcast_mq = True, mock.Mock()
+    executor.register_failure_callback(lambda: called.append("ended"))
+    assert called == ["ended"]
+    with pytest.raises(RuntimeError, match="Executor failed"):
+        executor.collective_rpc("execute_model")
+    executor.rpc_broadcast_mq = None  # as after the shutdown
+    with pytest.raises(AssertionError):
+        executor.collective_rpc("execute_model")
 
 
 def test_every_variable_of_the_engine_is_read_by_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -116,7 +173,7 @@ def test_the_tokens_of_a_request_that_is_not_complete() -> None:
         assert "reset_running_requests" in inspect.signature(owner.reset_prefix_cache).parameters
 
 
-def test_adapters_without_merged_weights(tmp_path: Path) -> None:
+def test_adapters_without_merged_weights(monkeypatch: pytest.MonkeyPatch) -> None:
     """The request loads what the folder has, in place of the adapters before; later requests name it."""
     from typing import get_args
 
@@ -125,6 +182,7 @@ def test_adapters_without_merged_weights(tmp_path: Path) -> None:
     from vllm.lora.peft_helper import PEFTHelper
     from vllm.v1.engine.llm_engine import LLMEngine
 
+    monkeypatch.setattr("vllm.lora.lora_model.PIN_MEMORY", False)  # which needs a GPU
     assert get_args(MaxLoRARanks) == vllm_adapters.RANKS
     assert [vllm_adapters.engine_rank(rank) for rank in (1, 2, 8, 9, 512)] == [1, 8, 8, 16, 512]
     engine = make_engine(mock.MagicMock(), "host")
@@ -182,7 +240,8 @@ def test_every_name_that_is_imported_exists() -> None:
     found = set(imported_names())
     assert len(found) > 10
     for module, name in sorted(found):
-        assert hasattr(importlib.import_module(module), name), f"{module} has no {name}"
+        exists = hasattr(importlib.import_module(module), name) or importlib.util.find_spec(f"{module}.{name}")
+        assert exists, f"{module} has no {name}"
 
 
 def test_every_remote_call_is_a_method_of_the_worker() -> None:

@@ -43,7 +43,7 @@ def pretend_h100() -> None:
     from vllm.model_executor.models import registry
 
     # The classes of models cannot be imported without the compiled parts.
-    text: dict[str, Any] = {"architecture": "Qwen2ForCausalLM", "is_text_generation_model": True}
+    text: dict[str, Any] = {"architecture": "Qwen2ForCausalLM", "is_text_generation_model": True, "supports_lora": True}
     names = [field.name for field in dataclasses.fields(registry._ModelInfo)]
     info = registry._ModelInfo(**{name: text.get(name, False) for name in names})
     registry._LazyRegisteredModel.inspect_model_cls = lambda self: info

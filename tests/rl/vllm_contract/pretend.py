@@ -12,6 +12,7 @@ from torch import nn
 
 from hpc_rl.rl.rollout.engine import Placement
 from hpc_rl.rl.rollout.vllm import VllmEngine
+from hpc_rl.rl.rollout.vllm_processes import WorkerWatch
 from hpc_rl.rl.rollout.vllm_worker import WeightUpdates
 
 CPU = torch.device("cpu")
@@ -62,6 +63,9 @@ def make_worker(backend: str, model: nn.Module, rank: int = 0, size: int = 1) ->
     assert not taken, f"vLLM's worker has methods of these names itself: {taken}"
 
     class ExtendedWorker(Worker, WeightUpdates):
+        def __new__(cls) -> Any:
+            return object.__new__(cls)  # this process is not a worker's: check_calls.py has what one prepares
+
         def __init__(self) -> None:
             self.vllm_config = mock.MagicMock()
             self.model_config = self.vllm_config.model_config
@@ -98,4 +102,5 @@ def make_engine(worker: Any, backend: str) -> VllmEngine:
     engine._asleep = set()
     engine._adapters = None
     engine._running, engine._version = {}, 0
+    engine.watch = WorkerWatch(None, None)
     return engine
