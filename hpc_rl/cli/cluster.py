@@ -87,8 +87,8 @@ def doctor(
 
 
 def _record(report: str, run: Path) -> None:
-    """Write the result of the training checks to the site profile and to a page for bug reports. A failure to do so is
-    only a message."""
+    """Write the result of the training checks to the site profile and to a page for bug reports. If a file cannot be
+    written, only a message tells so."""
     from hpc_rl.doctor.training import write_page
     from hpc_rl.sites.record import write_record
 

@@ -48,7 +48,7 @@ class EngineSpec:
     exact_on: tuple[str, ...] = ()
     """Devices on which the engine's float32 log-probabilities equal the trainer's up to rounding."""
     own_arguments: tuple[str, ...] = ()
-    """Arguments (rollout.engine_kwargs) that hpc-rl sets itself, and the engine does not work with other values."""
+    """Arguments (rollout.engine_kwargs) that hpc-rl sets itself. The engine does not work with other values."""
     one_only: tuple[str, ...] = ()
     """Arguments that spread an engine in ways for which no GPUs are reserved; 1 is their only possible value."""
     unsynced: tuple[str, ...] = ()

@@ -102,7 +102,7 @@ class GenerateTrainerConfig(RecordedConfig):
 
     @property
     def row_tokens(self) -> int:
-        """The largest number of tokens of a packed row. A job has decided before what auto is."""
+        """The largest number of tokens of a packed row. A job replaces auto by a number first."""
         assert self.micro_tokens != "auto"
         return self.micro_tokens
 

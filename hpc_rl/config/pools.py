@@ -65,10 +65,10 @@ def slot_unit(config: PooledJob) -> str:
 
 
 def can_be_even(sizes: Sequence[int], nodes: int, slots: int) -> bool:
-    """Return whether the ranks of a pool can be the same number on each of its nodes.
+    """Return whether each node of a pool can have the same number of the pool's ranks.
 
     Args:
-        sizes: ranks of each entry of the pool. Each is on one node; several share nodes if there are fewer nodes.
+        sizes: ranks of each entry of the pool. An entry is on one node; entries share nodes if there are fewer nodes.
         nodes: nodes of the job.
         slots: ranks for which a node has room.
     """

@@ -189,7 +189,7 @@ class PpoConfig(RayJobConfig):
                 yield (
                     f"trainer.sharding=hybrid needs the same number of ranks on each node, and pool {name} has "
                     f"{sizes} {slot_unit(self)} on {trainer.nnodes} nodes of {trainer.n_gpus_per_node}: use entries of "
-                    "the same size in pools.spec that divide a node alike, or trainer.sharding=full"
+                    "one size in pools.spec, the same number of them on each node, or trainer.sharding=full"
                 )
 
     def _teacher_problems(self) -> Iterator[str]:

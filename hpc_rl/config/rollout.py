@@ -150,7 +150,7 @@ def engine_problems(config: EngineJob) -> Iterator[str]:
 
 
 def _argument_problems(rollout: EngineConfig, engine: str) -> Iterator[str]:
-    """Yield a message for each argument of an engine that hpc-rl sets itself, or for which it has no GPUs."""
+    """Yield a message for each argument of an engine that hpc-rl sets itself, or for which no GPUs are reserved."""
     spec, arguments = ENGINES[engine], _arguments(rollout)
     for name in (name for name in spec.own_arguments if name in arguments):
         yield (
@@ -162,12 +162,12 @@ def _argument_problems(rollout: EngineConfig, engine: str) -> Iterator[str]:
             yield (
                 f"rollout.engine_kwargs.{name}={arguments[name]}: an engine of {engine} has "
                 f"{rollout.tensor_parallel_size} of the job's GPUs (rollout.tensor_parallel_size), and no more are "
-                "reserved for it: remove it; further GPUs of the pool get engines of their own"
+                "reserved for it: remove the argument; further GPUs of the pool get engines of their own"
             )
 
 
 def _arguments(rollout: EngineConfig) -> dict[str, Any]:
-    """Return rollout.engine_kwargs by the names of Python; SGLang's may have hyphens."""
+    """Return rollout.engine_kwargs with names as in Python; SGLang's names may have hyphens."""
     return {name.replace("-", "_"): value for name, value in rollout.engine_kwargs.items()}
 
 
@@ -178,8 +178,9 @@ def sync_problems(config: EngineJob) -> Iterator[str]:
     for name in engine_spec(config).unsynced:
         if arguments.get(name) not in (None, False):
             yield (
-                f"rollout.engine_kwargs.{name}={arguments[name]}: each step sends the engines the policy's weights, "
-                "and hpc-rl sends none to engines with this argument: remove it (submit generate and eval can use it)"
+                f"rollout.engine_kwargs.{name}={arguments[name]}: the engines need the policy's new weights in each "
+                "step, and an engine with this argument cannot receive them: remove the argument (submit generate and "
+                "eval can use it)"
             )
     if not engine_spec(config).transfers:
         able = " or ".join(name for name, each in ENGINES.items() if each.transfers)

@@ -184,9 +184,9 @@ class TrainingConfig(RecordedConfig):
     """Number of training steps, instead of total_epochs. null: as many as total_epochs has."""
     micro_tokens: MicroTokens = "auto"
     """Largest number of tokens in one forward and backward pass on one rank. This setting determines memory use and
-    speed, not the result. auto: on GPUs the largest of 1,024, 2,048, 4,096 to 32,768 that fits by the plan of the job,
-    corrected after the first step from the measured memory, and no more than a rank's part of a batch needs; on CPUs
-    4,096; in both cases more if the longest sample needs it."""
+    speed, not the result. auto, on GPUs: the largest of 1,024, 2,048, 4,096 to 32,768 that fits according to the plan
+    of the job, but no more than a rank's part of a batch needs; the measured memory of the first step corrects the
+    number. auto, on CPUs: 4,096. In both cases, auto is more if the longest sample needs more."""
     sequence_parallel: int = Field(1, ge=1)
     """Number of neighbouring ranks that compute a packed row together, for samples that are too long for one GPU. Each
     rank has a slice of the row, which has up to sequence_parallel x micro_tokens tokens. The number has to divide the
@@ -227,12 +227,12 @@ class TrainingConfig(RecordedConfig):
 
     @property
     def row_tokens(self) -> int:
-        """The largest number of tokens of a packed row. A job has decided before what auto is."""
+        """The largest number of tokens of a packed row. A job replaces auto by a number first."""
         assert self.micro_tokens != "auto"
         return self.sequence_parallel * self.micro_tokens
 
     def holds(self, longest: int) -> bool:
-        """Return whether a row holds a sample of so many tokens."""
+        """Return whether a row can hold a sample of this many tokens."""
         return self.micro_tokens == "auto" or longest <= self.row_tokens
 
     def problems(self) -> Iterator[str]:

@@ -56,7 +56,7 @@ def report(
 ) -> str:
     """Return the result as plain text: versions and hardware, one line for each check, and the layouts.
 
-    It names no user, machine or folder; see `anonymous`.
+    The text names no user, machine or folder; see `anonymous`.
 
     Args:
         reports: of the nodes of the job, at least one.
@@ -71,7 +71,7 @@ def report(
 
 
 def layouts(lines: Sequence[Line]) -> list[str]:
-    """Return the layouts of processes and GPUs that the checks covered, and the others by their reasons."""
+    """Return the layouts of processes and GPUs: those that the checks covered, and the others, grouped by reason."""
     passed = {layout for line in lines if line.state == "passed" for layout in line.covers}
     planned = {layout for line in lines for layout in line.covers}
     groups: dict[str, list[str]] = {name: [] for name in (COVERED, NOT_PASSED, ELSEWHERE, UNCHECKED)}
@@ -99,7 +99,7 @@ def write_page(report: str, run: Path) -> Path:
     """Write the result for a bug report beside the run directory, which may be removed; return the path.
 
     Raises:
-        UserError: it cannot be written.
+        UserError: the page cannot be written.
     """
     page = run.with_name(f"{run.name}.md")
     try:

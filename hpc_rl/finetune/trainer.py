@@ -80,7 +80,7 @@ class TrainerState:
     ask_every: int = 1
     """Number of micro-batches after which the ranks agree whether to stop, the same on every rank."""
     rows: Decision = FIXED
-    """What trainer.micro_tokens=auto is; config has the number."""
+    """The choice of trainer.micro_tokens=auto; `config` contains the number."""
 
 
 def train(config: FinetuneConfig, run: RunDir, world: World) -> int:

@@ -35,8 +35,8 @@ class Accelerator:
     interface: str
     """Variable of the collective library for the network interface, with the form of an exact name."""
     hidden: str = "-1"
-    """Value of the variables in `visible` that hides all devices. HIP takes an empty one for none
-    (rocclr/device/rocm/rocdevice.cpp); of CUDA's, vLLM understands only that one (vllm/platforms/interface.py)."""
+    """Value of the variables in `visible` that hides all devices. For HIP, an empty value hides all
+    (rocclr/device/rocm/rocdevice.cpp). For CUDA, vLLM can read no other than -1 (vllm/platforms/interface.py)."""
     collectives: Mapping[str, str] = field(default_factory=dict)
     """Other variables of the collective library."""
     resource: str = "GPU"
@@ -144,8 +144,8 @@ def unrestricted_by_ray(environ: Mapping[str, str]) -> Accelerator | None:
 def show_assigned(environ: MutableMapping[str, str], assigned: Sequence[str]) -> None:
     """Let a process see the devices that Ray assigned to it and no others. Call this before a library looks for them.
 
-    Ray 2.60 leaves all devices of the node to a process without any, Ray 2.52 hides them by an empty list, which does
-    not hide them from HIP, and neither does anything if the user stops it (`unrestricted_by_ray`).
+    Ray 2.60 leaves all devices of the node to a process without any. Ray 2.52 hides them by an empty list, which
+    does not hide them from HIP. Both change nothing if the user has disabled this (`unrestricted_by_ray`).
 
     Args:
         assigned: their ids; empty if the process has none.

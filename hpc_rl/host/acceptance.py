@@ -42,7 +42,7 @@ class Line:
     found: str = ""
     """What was measured, the reason why it was skipped, or the error."""
     covers: tuple[str, ...] = ()
-    """The layouts that it covers if it passes, in words (`hpc_rl.host.layouts.Covered`)."""
+    """The layouts that the check covers if it passes, in words (`hpc_rl.host.layouts.Covered`)."""
     deadline_s: float = 0.0
     """Seconds after its start in which the check has to end."""
     seconds: float = 0.0

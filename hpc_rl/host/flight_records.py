@@ -1,9 +1,10 @@
 """Which rank keeps the others waiting: the records of torch's flight recorder.
 
 Each rank writes a file with its latest collectives (hpc_rl/training/flight_recorder.py) when a collective times out, or
-when the node entry has found a hang. Collectives of a process group are numbered, and all its ranks must make the same
-ones. The others therefore wait for a rank with a lower number, or with another collective of the same number. On GPUs
-this decides: a rank there starts collectives without waiting, and its stacks show where it later waits for its GPU.
+when the node entry has found a hang. Collectives of a process group are numbered, and all ranks of the group must
+make the same collectives. The others therefore wait for a rank with a lower number, or with another collective of the
+same number. On GPUs, only the records show this: a rank there starts collectives without waiting, and its stacks show
+where it later waits for its GPU.
 
 The files are pickles of dictionaries, lists, texts and numbers (torch/csrc/distributed/c10d/FlightRecorder.hpp, version
 2.x of the format). Nothing else is admitted, since a pickle can otherwise run any program.
@@ -23,7 +24,7 @@ LARGEST_BYTES = 64 << 20
 """A file above this size is not read; torch keeps 2,000 collectives, which take about 2 MB."""
 MARK = "flight recorder: "
 OF_GLOO = ".gloo"
-"""End of the name of a second file, with the collectives in host memory of a rank that computes on a GPU."""
+"""End of the name of the second file of a rank on a GPU. This file has the collectives in host memory."""
 _FILE = re.compile(rf"flight-(?:(?P<pool>.+)-)?rank(?P<rank>\d+)(?P<second>{re.escape(OF_GLOO)})?")
 _LIBRARY = re.compile(r"[/\\](?:torch|hpc_rl[/\\]training[/\\]distributed)[/\\.]|^<")
 """Files of frames that are not the place in a program where a collective was called."""
@@ -74,12 +75,12 @@ class Finding:
 
     line: str
     ranks: tuple[int, ...] = ()
-    """The ranks for which the others wait, if they wait for no others themselves; empty if these are not known."""
+    """The ranks for which the others wait, if these ranks wait for no others; empty if they are not known."""
     pool: str = ""
 
     @property
     def names(self) -> list[str]:
-        """The ranks as they call themselves in heartbeats."""
+        """The names of the ranks in heartbeats."""
         of_pool = f" of pool {self.pool}" if self.pool else ""
         return [f"rank {rank}{of_pool}" for rank in self.ranks]
 
@@ -151,7 +152,7 @@ def compare(records: Mapping[int, Record], expected: Collection[int] = ()) -> li
 
 
 def _views(name: str, records: Mapping[int, Record]) -> dict[int, Group]:
-    """Return a group as each of its ranks that left a record has recorded it."""
+    """Return a group as recorded by each of its ranks that left a record."""
     views = {rank: record[name] for rank, record in records.items() if name in record}
     label = next(iter(views.values())).label
     members = next((view.ranks for view in views.values() if view.ranks), ())
@@ -251,7 +252,7 @@ class _Plain(pickle.Unpickler):
 
 
 def read_record(path: Path) -> Record:
-    """Read one file of a rank. The groups of its second file have names of their own, since gloo counts by itself.
+    """Read one file of a rank. Groups of the second file get other names, since gloo numbers its collectives apart.
 
     Raises:
         NoRecordError: the file is not a flight recorder's, is cut off, or is too large.

@@ -1,8 +1,8 @@
 """The layouts of processes and GPUs that `hpc-rl doctor --train` is to cover.
 
-Libraries have code that runs only with several ranks, engines, GPUs or nodes. Each layout below runs some that the
-others do not. `hpc_rl.probes.acceptance.table.CHECKS` states which check covers which of them, and the report of the
-doctor names those that were not covered.
+Libraries have code that runs only with several ranks, engines, GPUs or nodes. Each layout below runs code that
+the others do not run. `hpc_rl.probes.acceptance.table.CHECKS` states which layouts each check covers, and the report of
+the doctor names the layouts that were not covered.
 """
 
 from __future__ import annotations

@@ -31,7 +31,7 @@ _LIGER = (
 """model_type of the dense models for which Liger has all three kernels; `make test-liger` compares each of them."""
 _KEY_HEADS = "key heads"
 VOCABULARY_BLOCK = 64
-"""vLLM pads a vocabulary to a multiple of it (DEFAULT_VOCAB_PADDING_SIZE in layers/vocab_parallel_embedding.py)."""
+"""vLLM pads a vocabulary to a multiple of this (DEFAULT_VOCAB_PADDING_SIZE in layers/vocab_parallel_embedding.py)."""
 _REMEDIES = {
     "reward.model": "set reward.weights to one number for each output, or leave it out if there is one",
     "model.path": "name one column in data.label_keys for each output, or start from the language model",
@@ -191,7 +191,7 @@ def _parts_of_engine(settings: Mapping[str, Any]) -> Iterator[tuple[str, int]]:
 
 
 def _splits(name: str, number: int, size: int) -> bool:
-    """Return whether GPUs can share a part of a model. Key heads that are too few are copied."""
+    """Return whether GPUs can share a part of a model. If there are fewer key heads than GPUs, key heads are copied."""
     return number % size == 0 or (name == _KEY_HEADS and size % number == 0)
 
 

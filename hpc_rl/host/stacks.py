@@ -2,7 +2,7 @@
 
 Python's faulthandler writes them within the signal handler, in C, so that this works while a thread is blocked in a
 library. A thread then calls what else was registered, such as the flight recorder, and marks the end. Slow calls come
-after it.
+after the mark.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def on_request(call: Callable[[], object], is_slow: bool = False) -> None:
     """Have a function called after the stacks are written, in a thread of its own.
 
     Args:
-        is_slow: whether the one who has asked shall not wait for it.
+        is_slow: whether it is called after the mark, so that the process that has asked does not wait for it.
     """
     (_slow if is_slow else _registered).append(call)
 

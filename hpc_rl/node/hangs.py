@@ -35,8 +35,8 @@ LONGEST_LOOK_S = 5.0
 GATHER_S = 2 * (EXCHANGE_S + LONGEST_LOOK_S) + stack_files.ANSWER_S + stack_files.PY_SPY_S + 5.0
 """How long a node waits for what the others see: they hear of a hang over node 0, and then collect their stacks."""
 CLAIMED_S = 60.0
-"""How long a node waits for the reason after another one has said that it writes it, and reads the flight records of
-all ranks: 2 MB each."""
+"""How long a node waits for the reason after another node has claimed to write it. That node first reads the flight
+records of all ranks: 2 MB each."""
 CONCLUDE_S = stack_files.ANSWER_S + stack_files.PY_SPY_S + GATHER_S + CLAIMED_S + 5.0
 """How long a conclusion may take."""
 HANG = ".hang"
@@ -175,7 +175,7 @@ class HangWatch:
               flush=True)  # fmt: skip
 
     def _await_reason(self) -> None:
-        """Wait until the node that has begun to write the reason has done so, at most CLAIMED_S seconds."""
+        """Wait until the node that has begun to write the reason has finished, for at most CLAIMED_S seconds."""
         reason, claim = (self._place.attempt_dir / name for name in (HANG, _CLAIM))
         deadline = time.monotonic() + CLAIMED_S
         while claim.exists() and not reason.exists() and time.monotonic() < deadline:

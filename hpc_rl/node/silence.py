@@ -53,8 +53,8 @@ class Sight:
     in_collective: bool | None = None
     """Whether its stacks show that it waits for other ranks; None if it has not shown its stacks."""
     on_gpu: bool = False
-    """Whether the job computes on GPUs. A process that reads a value from its GPU waits there for what it has started
-    before, a collective too, and its stacks do not show for what."""
+    """Whether the job computes on GPUs. A process that reads a value from its GPU waits there for all that it has
+    started before, also for collectives. Its stacks do not show what it waits for."""
 
     @property
     def is_stopped(self) -> bool:
@@ -67,7 +67,7 @@ class Sight:
 
     @property
     def is_open(self) -> bool:
-        """Whether its stacks leave open if it waits for others."""
+        """Whether its stacks do not show if it waits for others."""
         return self.on_gpu and self.in_collective is False and not self.waits and not self.is_stopped
 
 
@@ -151,7 +151,7 @@ def quiet_s(sights: Sequence[Sight]) -> float | None:
 
 
 def culprits(sights: Iterable[Sight], late: Collection[str] = (), before_limit: bool = False) -> list[Sight]:
-    """Return the process that keeps the others waiting; several if it is not known which of these it is.
+    """Return the process that keeps the others waiting; several processes if it is not known which of them does.
 
     A stopped one comes first, then one for which the others wait according to the flight records, then one that waits
     for no other rank, then the one that has been silent for longest. If all that are silent for too long wait for other
@@ -184,7 +184,7 @@ def culprits(sights: Iterable[Sight], late: Collection[str] = (), before_limit: 
 
 
 def _may_wait(worst: Sight, other: Sight) -> bool:
-    """Return whether two processes are ranks of one pool of which either may wait for the other."""
+    """Return whether two processes are ranks of one pool, and each of them may wait for the other."""
     teams = [_RANK.fullmatch(sight.name) for sight in (worst, other) if sight.is_open]
     return len(teams) == 2 and None not in teams and len({team[1] for team in teams if team}) == 1
 
@@ -213,15 +213,15 @@ def described(sight: Sight, all_sights: Iterable[Sight] = ()) -> str:
 
 
 def not_known(sights: Sequence[Sight]) -> str:
-    """Return what is known of processes of which one keeps the others waiting."""
+    """Return what is known about processes if any of them may keep the others waiting."""
     names = [f"{sight.name} on node {sight.node}" for sight in sights]
     more = [f"{len(names) - MOST_NAMES} more"] if len(names) > MOST_NAMES else []
     places = sorted({f"{sight.phase} of step {sight.step}" if sight.step else sight.phase for sight in sights})
     shortest_s, longest_s = min(sight.silent_s for sight in sights), max(sight.silent_s for sight in sights)
     return (
         f"{', '.join(names[:MOST_NAMES] + more)}: no sign of life for {shortest_s:.0f} to {longest_s:.0f} s in "
-        f"{', '.join(places[:MOST_NAMES])}; which of them keeps the others waiting is not known: the stacks of "
-        "processes that wait for a GPU do not show it, and the flight records do not either"
+        f"{', '.join(places[:MOST_NAMES])}; it is not known which of them keeps the others waiting: the stacks "
+        "of processes that wait for a GPU do not show it, and neither do the flight records"
     )
 
 

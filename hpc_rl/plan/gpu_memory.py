@@ -57,7 +57,7 @@ class Held:
     split: int = 1
     """Number of ranks that compute a row together. Tokens are those of one rank's slice."""
     ranks: int = 2
-    """Number of all ranks that have the model. A single one that does not divide it uses no FSDP."""
+    """Number of all ranks that have the model. A single rank with `sharding` none uses no FSDP."""
 
     @property
     def total(self) -> int:

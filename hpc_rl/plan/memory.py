@@ -44,7 +44,7 @@ class Phase:
     pool: str = ""
     """Empty if the job has no pools."""
     computes: bool = False
-    """Whether micro-batches are computed in it, so that trainer.micro_tokens determines what it needs."""
+    """Whether the phase computes micro-batches, so that trainer.micro_tokens determines its memory."""
 
     @property
     def peak(self) -> float:
@@ -53,7 +53,7 @@ class Phase:
 
     @property
     def training(self) -> float:
-        """The part of it in the training processes, without engines in other processes."""
+        """The part of the peak that training processes take, without engines in other processes."""
         parts = {**self.resident, **self.working}
         return sum(size for name, size in parts.items() if name not in ENGINE_PARTS)
 

@@ -72,7 +72,7 @@ class Plan:
     window: float
     """Disk space of the tokens of a window of data that is read while the run trains, at their full length."""
     rows: Rows | None = None
-    """What trainer.micro_tokens=auto is; None if it is a number."""
+    """The choice of trainer.micro_tokens=auto; None if the option is a number."""
 
     @property
     def fullest(self) -> Phase:
@@ -123,7 +123,7 @@ class Plan:
 
 
 def plan_of(config: Planned, shapes: Shapes, gpu: float) -> Plan:
-    """Plan a job on GPUs; with trainer.micro_tokens=auto, as it is chosen for them.
+    """Plan a job on GPUs. trainer.micro_tokens=auto is chosen for these GPUs.
 
     Args:
         shapes: of all models that `models_of` names.

@@ -17,13 +17,13 @@ from hpc_rl.plan.memory import Phase, Planned, Shapes, phases, placed_models
 MICRO_TOKENS = "trainer.micro_tokens"
 """The option."""
 UNIT = 1024
-"""Rows have a power of two times as many tokens."""
+"""The tokens of a row are this number times a power of two."""
 USUAL = 4 * UNIT
 """On CPUs, and where memory is not planned."""
 MOST = 32 * UNIT
 """Longer rows are hardly faster. Measured: the host needs 0.2 s to launch the kernels of a micro-batch, whatever its
-length (Qwen3-0.6B, one H200, docs/benchmarks.md). 8,192 tokens reach 14 % of the GPU's peak in this time, so that about
-29,000 tokens reach half of it, and fewer of a larger model."""
+length (Qwen3-0.6B, one H200, docs/benchmarks.md). 8,192 tokens reach 14 % of the GPU's peak in this time, so about
+29,000 tokens reach half of the peak, and with a larger model fewer tokens do."""
 ENOUGH = 0.95
 """Part of the usable memory that rows in use may take, as measured. Longer rows are chosen with more room (TIGHT),
 because a plan may be wrong."""
@@ -45,11 +45,11 @@ class Rows:
     limit: float
     """The bytes of a GPU that such rows, or longer ones, may fill."""
     longer: tuple[int, float] | None = None
-    """The next number of tokens, and the bytes that it would need; None if memory is not the reason."""
+    """The next number of tokens, and the bytes that such rows would need; None if memory is not the reason."""
 
 
 def is_auto(config: Planned) -> bool:
-    """Return whether trainer.micro_tokens is auto, and rows are computed at all."""
+    """Return whether trainer.micro_tokens is auto, and the job computes rows."""
     return config.trainer.micro_tokens == "auto" and (
         not isinstance(config, GenerateConfig) or "reward" in config.roles
     )
@@ -117,10 +117,10 @@ def corrected(
 
 
 def _unplanned(planned: list[Phase], measured: Mapping[str, float]) -> float:
-    """Return the bytes that were measured beside those that are planned, of the pool with the most.
+    """Return how many bytes more were measured than planned, for the pool with the largest difference.
 
-    A phase that computes no rows may need the most memory, and hides then what the others need: a measurement between
-    the two shows nothing.
+    A phase that computes no rows may need the most memory, and then hides what the others need: a measurement between
+    what is planned for the two shows nothing.
     """
 
     def of_pool(pool: str) -> float:
@@ -133,8 +133,8 @@ def _unplanned(planned: list[Phase], measured: Mapping[str, float]) -> float:
 
 
 def _limit(tokens: int, gpu: float) -> float:
-    """Return the bytes that rows may fill. Usual ones may fill a GPU, because shorter ones are slow; longer ones leave
-    room for what is not planned."""
+    """Return the bytes that rows may fill. Rows of up to USUAL tokens may fill a GPU, because shorter rows are slow;
+    longer rows leave room for what is not planned."""
     return (1.0 if tokens <= USUAL else TIGHT) * USABLE * gpu
 
 

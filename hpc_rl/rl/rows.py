@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def decide_rows(config: DriverConfig, groups: Collection[WorkerGroup], progress: Progress | None = None) -> Decision:
-    """Decide what trainer.micro_tokens is, for workers that have loaded their models; print it.
+    """Decide what trainer.micro_tokens is, for workers that have loaded their models; print the decision.
 
     Args:
         progress: of the checkpoint from which the run resumes.
@@ -28,7 +28,7 @@ def decide_rows(config: DriverConfig, groups: Collection[WorkerGroup], progress:
     rows = decide(config, device, ranks, progress and progress.micro_tokens)
     row_tokens = _use(config, groups, rows)
     print(rows.line or f"micro-batches of at most {row_tokens:,} tokens", flush=True)
-    # An engine in the training processes takes memory that is measured with them, and planned apart.
+    # The memory of an engine in the training processes is measured together with theirs, but planned apart.
     return replace(rows, is_corrected=True) if engine_spec(config).in_process else rows
 
 
@@ -47,7 +47,7 @@ def correct_rows(state: PpoState) -> None:
 
 
 def _use(config: DriverConfig, groups: Collection[WorkerGroup], rows: Decision) -> int:
-    """Deal from now on rows of the number that was decided. Return the most tokens of a row."""
+    """From now on, deal rows of the tokens that were decided. Return the most tokens of a row."""
     row_tokens = rows.used_in(config).trainer.row_tokens
     for group in groups:
         group.row_tokens = row_tokens

@@ -2,7 +2,7 @@
 
 For NCCL, torch writes the file itself when a collective times out (TORCH_NCCL_DUMP_ON_TIMEOUT). For gloo, torch only
 keeps the record, and fine-tuning calls `write`. Both are written when the node entry asks a rank for its stacks, also
-while its main thread waits for a GPU: torch gives up Python's lock there. Each library has a record of its own, so that
+while its main thread waits for a GPU: torch releases Python's lock there. Each library has a record of its own, so that
 a rank on a GPU leaves two files. `hpc-rl explain` and the node entry read them: hpc_rl/host/flight_records.py.
 """
 

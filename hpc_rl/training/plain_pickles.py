@@ -70,5 +70,5 @@ def _admitted() -> dict[tuple[str, str], Any]:
 
 
 def _types(module: ModuleType) -> Iterator[tuple[str, type]]:
-    # isinstance would also ask the value for its class, upon which some of torch's warn that they are deprecated.
+    # isinstance would also read __class__ of the value, and some values of torch then warn that they are deprecated.
     return ((name, value) for name, value in vars(module).items() if issubclass(type(value), type))

@@ -1,10 +1,11 @@
 """trainer.micro_tokens=auto in a job: decided at its start, corrected once, and the same after a resume.
 
-The plan decides, as at submission (hpc_rl.plan.rows): from the memory that the settings state for a GPU, or from that
-of the smallest device if it is less, or if none is stated. After the first complete step, the measured memory corrects
-the decision. Each checkpoint records it. An attempt that resumes on as many GPUs of the same memory, and for which the
-plan chooses the same, uses the recorded number, so that its micro-batches and its rounding are those of the attempt
-before. Otherwise the job decides again, because each rank then holds another part of the model, or has other memory.
+The plan decides, as at submission (hpc_rl.plan.rows), from the memory that the settings state for a GPU. If the
+smallest device has less, or if the settings state nothing, the plan uses the memory of this device. After the first
+complete step, the measured memory corrects the decision. Each checkpoint records the decision. An attempt that resumes
+on as many GPUs of the same memory, and for which the plan chooses the same number, uses the recorded one, so that its
+micro-batches and its rounding are those of the attempt before. Otherwise the job decides again, because each rank then
+holds another part of the model, or has other memory.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ class Decision:
     recorded: dict[str, int] | None = None
     """What a checkpoint records, for the attempts that follow; None if nothing is planned."""
     is_corrected: bool = True
-    """Whether measured memory changes nothing any more."""
+    """Whether measured memory no longer changes the number."""
 
     def used_in(self, config: Job) -> Job:
         """Return a configuration with this number."""
@@ -93,7 +94,7 @@ def correct(config: Planned, before: Decision, longest: int, measured: Mapping[s
     peak = max(measured.values()) / 1e9
     line = (
         f"{MICRO_TOKENS}=auto: {tokens:,} tokens in each pass of a rank from now on, instead of {before.tokens:,}, "
-        f"because {peak:.1f} GB of {gpu / 1e9:.1f} were measured with {longest:,}"
+        f"because {peak:.1f} of {gpu / 1e9:.1f} GB were used with {longest:,} tokens"
     )
     return Decision(tokens, line if tokens != before.tokens else "", recorded)
 

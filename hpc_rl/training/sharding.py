@@ -45,7 +45,7 @@ def is_sharded(world: World) -> bool:
 
 
 def shard(model: Model, world: World, trainer: ShardingOptions) -> Model:
-    """Shard a model in place, which may be on the meta device; return it.
+    """Shard a model, which may be on the meta device, in place; return it.
 
     Raises:
         UserError: trainer.sharding is hybrid, and the nodes have different numbers of ranks.

@@ -117,7 +117,7 @@ def test_on_gpus_the_rank_is_named_that_the_others_wait_for(place: Place, tmp_pa
     seen = read_pulse(place.attempt_dir, 0)
     assert seen is not None
     alone = verdict([seen])
-    assert "keeps the others waiting is not known" in alone and alone.count("rank ") == 3
+    assert "it is not known which of them keeps the others waiting" in alone and alone.count("rank ") == 3
 
 
 def test_a_process_that_works_is_not_found(place: Place) -> None:
@@ -246,8 +246,8 @@ STUCK = Finding("all ranks began all_reduce [[8]], number 2 of group default_pg"
             "",
             [STUCK],
             "rank 0 on node n0, rank 1 on node n1, rank 2 on node n2: no sign of life for 61 to 65 s in data of step 3;"
-            " which of them keeps the others waiting is not known: the stacks of processes that wait for a GPU do not "
-            f"show it, and the flight records do not either; {STUCK.line}",
+            " it is not known which of them keeps the others waiting: the stacks of processes that wait for a GPU do "
+            f"not show it, and neither do the flight records; {STUCK.line}",
         ),
         ("the node entry on node n3: no", [LATE_RANK], "the node entry on node n3: no"),
     ],

@@ -187,11 +187,11 @@ def test_a_job_on_gpus_is_seen_as_one() -> None:
 def test_what_is_not_known_is_said() -> None:
     assert not_known([GPU_0, replace(GPU_1, phase="data")]) == (
         "rank 0 on node n1, rank 1 on node n1: no sign of life for 105 to 112 s in data of step 7, optimizer of step 7;"
-        " which of them keeps the others waiting is not known: the stacks of processes that wait for a GPU do not show "
-        "it, and the flight records do not either"
+        " it is not known which of them keeps the others waiting: the stacks of processes that wait for a GPU do not "
+        "show it, and neither do the flight records"
     )
     many = not_known([replace(GPU_0, name=f"rank {rank}", step=0) for rank in range(7)])
-    assert "rank 3 on node n1, 3 more: no sign of life for 112 to 112 s in optimizer; which" in many
+    assert "rank 3 on node n1, 3 more: no sign of life for 112 to 112 s in optimizer; it is" in many
 
 
 def test_a_job_is_quiet_if_all_wait() -> None:

@@ -48,7 +48,8 @@ APART = "pools.roles={rollout: engines}"
         (
             (*FOUR, "trainer.nnodes=2", HYBRID, "pools.spec={train: [3, 1], engines: [1, 3]}", APART),
             "trainer.sharding=hybrid needs the same number of ranks on each node, and pool train has 3 + 1 GPUs on 2 "
-            "nodes of 4: use entries of the same size in pools.spec that divide a node alike, or trainer.sharding=full",
+            "nodes of 4: use entries of one size in pools.spec, the same number of them on each node, or "
+            "trainer.sharding=full",
         ),
         (
             (*FOUR, "trainer.sequence_parallel=2", "pools.spec={train: [3], engines: [1]}", APART),
@@ -74,22 +75,23 @@ APART = "pools.roles={rollout: engines}"
             (
                 (*FOUR, f"+rollout.engine_kwargs.{name}=2"),
                 f"rollout.engine_kwargs.{name}=2: an engine of vllm has 1 of the job's GPUs "
-                "(rollout.tensor_parallel_size), and no more are reserved for it: remove it; further GPUs of the pool "
-                "get engines of their own",
+                "(rollout.tensor_parallel_size), and no more are reserved for it: remove the argument; further GPUs "
+                "of the pool get engines of their own",
             )
             for name in ("pipeline_parallel_size", "data_parallel_size", "prefill_context_parallel_size")
         ),
         (
             (*FOUR, "rollout.name=sglang", "rollout.engine_kwargs={tp-size: 2}"),
             "rollout.engine_kwargs.tp_size=2: an engine of sglang has 1 of the job's GPUs "
-            "(rollout.tensor_parallel_size), and no more are reserved for it: remove it; further GPUs of the pool get "
-            "engines of their own",
+            "(rollout.tensor_parallel_size), and no more are reserved for it: remove the argument; further GPUs of "
+            "the pool get engines of their own",
         ),
         *(
             (
                 (*FOUR, f"+rollout.engine_kwargs.{name}={value}"),
-                f"rollout.engine_kwargs.{name}={shown}: each step sends the engines the policy's weights, and hpc-rl "
-                "sends none to engines with this argument: remove it (submit generate and eval can use it)",
+                f"rollout.engine_kwargs.{name}={shown}: the engines need the policy's new weights in each step, and "
+                "an engine with this argument cannot receive them: remove the argument (submit generate and eval can "
+                "use it)",
             )
             for name, value, shown in (("quantization", "fp8", "fp8"), ("enable_expert_parallel", "true", "True"))
         ),

@@ -81,8 +81,8 @@ def test_a_correction() -> None:
     more = correct(job(AUTO).updated("trainer.micro_tokens", 4096), before, 4096, {"": 20e9})
     assert more == Decision(
         8192,
-        "trainer.micro_tokens=auto: 8,192 tokens in each pass of a rank from now on, instead of 4,096, because 20.0 GB "
-        "of 80.0 were measured with 4,096",
+        "trainer.micro_tokens=auto: 8,192 tokens in each pass of a rank from now on, instead of 4,096, because 20.0 of "
+        "80.0 GB were used with 4,096 tokens",
         {"tokens": 8192, "is_corrected": 1, "planned": 4096, "ranks": 8, "gpu_bytes": 80 * 10**9},
     )
     same = correct(job(AUTO), before, 4096, {"": 47e9})

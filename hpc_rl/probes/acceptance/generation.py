@@ -77,7 +77,7 @@ def tensor_parallel(bench: Bench, variant: str) -> str:
 
 def compiled(bench: Bench, variant: str) -> str:
     """Compare the log-probabilities of compiled engines with the trainer's. The second start loads what the first one
-    has compiled, and every engine what the others have."""
+    has compiled, and each engine loads what the others have compiled."""
     settings = {**_settings(bench, compiled_of, variant), "rollout.engine_kwargs": {"enforce_eager": False}}
     words = []
     for start in ("first", "second"):

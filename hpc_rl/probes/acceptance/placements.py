@@ -35,8 +35,8 @@ class Placing:
 
     @property
     def name(self) -> str:
-        """The placement in words. If trainer and engines divide the devices of a node, with its numbers; if they have
-        nodes of their own, with those of all nodes."""
+        """The placement in words. If trainer and engines have different devices, the name ends with their
+        numbers: those of one node, or those of all nodes if trainer and engines have nodes of their own."""
         if not self.engines:
             return f"{self.engine}, {self.SAME if self.shared else self.OTHER}, {self.transfer}"
         on_own_nodes = len(self.trainers) != len(self.engines)

@@ -41,7 +41,7 @@ class Case:
     """One line of the report for each."""
     needs: tuple[Need, ...] = ()
     covers: Callable[[Layout, str], Sequence[Covered]] = lambda _layout, _variant: ()
-    """From the layout and the variant, if the check applies, to what it covers."""
+    """From the layout and the variant to the layouts that the check covers, if it applies."""
     after: Callable[[str], str] = lambda _variant: MODELS
     """From the variant to the check that must have passed."""
     deadline_s: float = 180
@@ -310,7 +310,7 @@ CHECKS: tuple[Case, ...] = (
         name="tensor parallel",
         function="generation:tensor_parallel",
         launcher="ray",
-        meaning="vllm cannot split a model over several GPUs, or computes other probabilities then",
+        meaning="vllm cannot split a model over several GPUs, or a split model has other probabilities",
         setting="rollout.tensor_parallel_size=1; slurm.env.NCCL_P2P_DISABLE=1 if vllm stops at its start",
         variants=parallel_variants,
         needs=(ray, vllm, enough_for_parallel),

@@ -306,7 +306,8 @@ class Fleet:
         spec, device, share = engine_spec(self._config), self._placement.device, self._placement.gpu_share
         slots = self._slots[index]
         spread = len(slots) > 1 and device == "cuda"
-        # The process of an engine on several GPUs requests none: its own processes do, and it looks at them.
+        # The process of an engine on several GPUs requests none, but looks at the GPUs: the processes that it starts
+        # request them.
         variables = spec.process_environment(device) | ({ENV_RAY_HIDES: "0"} if spread else {})
         runtime = {"runtime_env": {"env_vars": variables}} if variables else {}
         own = replace(self._placement, bundles=tuple(slot.bundle for slot in slots) if spread else ())

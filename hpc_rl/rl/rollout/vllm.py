@@ -440,7 +440,7 @@ def _beat_at_steps(engine: Any) -> None:
 
 
 def _reason(error: Exception) -> str:
-    """Return the informative line of an error; pydantic surrounds it with others, and Ray one of a worker."""
+    """Return the informative line of an error. pydantic adds lines around it, and so does Ray for a worker."""
     error = getattr(error, "cause", error)
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     informative = [line for line in lines if line.startswith("Value error, ")]

@@ -1,6 +1,6 @@
 """The compile caches of a vLLM worker: a folder for each set of devices, without files that a killed engine left.
 
-A graph that vLLM has compiled names the device that it computes on. An engine on one GPU sees no other, so that its
+A graph that vLLM has compiled names the device that it computes on. An engine on one GPU sees no other, so its
 device is always the first one. The workers of an engine with tensor parallelism see all GPUs of the job, and the keys
 of vLLM's caches have the rank of a worker but not its device (compilation/decorators.py, compilation/backends.py).
 
@@ -26,7 +26,7 @@ IN_PLACE: dict[str, Callable[[str], Any]] = {
 
 
 def set_up_caches(gpus: Sequence[int] | None) -> None:
-    """Choose the folder for what this worker compiles, and remove what it could not read.
+    """Choose the folder for what this worker compiles, and remove the files there that vLLM could not read.
 
     Args:
         gpus: physical numbers of the GPUs of all workers of the engine on this node; None if this worker sees no other

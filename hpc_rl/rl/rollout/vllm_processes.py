@@ -31,7 +31,7 @@ from hpc_rl.rl.rollout.engine import Placement
 ENV_LOG = "HPC_RL_ENGINE_LOG"
 """The log of an engine whose workers have logs of their own beside it."""
 NOTICE_S = 10.0
-"""Time in which the death of a worker shows after a call has failed: another worker may have noticed it earlier."""
+"""Time to wait for the death of a worker after a call has failed: another worker may have noticed the death earlier."""
 SHUTDOWN_S = 20.0
 """Time in which vLLM ends the other workers: it waits 5 s, then 4 s after SIGTERM (MultiprocExecutor)."""
 POLL_S = 1.0
@@ -49,7 +49,7 @@ def spread_over(placement: Placement) -> None:
 
 
 def give_workers_logs(log: Path | None) -> None:
-    """Let the workers that this engine is about to start log beside it; None: where they are started."""
+    """Let the workers that this engine starts next log to files beside this one; None: to the engine's own output."""
     os.environ.pop(ENV_LOG, None)
     if log is not None:
         os.environ[ENV_LOG] = str(log)  # vLLM passes the variables of this process on to its workers
@@ -71,9 +71,10 @@ def log_as_worker(rank: int) -> None:
 
 @contextlib.contextmanager
 def workers_explained(log: Path | None) -> Iterator[None]:
-    """Raise a RunError with the ends of the workers' logs if they do not start: vLLM's own error may lack the cause.
+    """Raise a RunError with the ends of the workers' logs if the workers do not start.
 
-    Errors of their arguments are unchanged.
+
+    vLLM's own error may lack the cause. Errors in the engine's arguments are raised unchanged.
     """
     try:
         yield
@@ -98,7 +99,7 @@ class Watched(Protocol):
 def ends_with_workers(method: Callable[Concatenate[Any, P], T]) -> Callable[Concatenate[Any, P], T]:
     """Wrap a method of a Watched engine that calls its workers: if one has died, this process ends too.
 
-    vLLM reports the death as one of several errors, and may do so before the process has ended.
+    vLLM reports the death by one of several errors, perhaps before the process has ended.
     """
 
     @functools.wraps(method)
@@ -192,7 +193,7 @@ def _first_death(executor: Any) -> Death | None:
 
 
 def _fate_of_child(process: BaseProcess, _log: Path | None) -> Fate:
-    while process.exitcode is None:  # vLLM's own thread asks too, and the kernel answers only one of them
+    while process.exitcode is None:  # vLLM's own thread waits too, and the kernel tells only one of them
         process.join(POLL_S)
     return fate_of_exit(shell_code(process.exitcode), "engine")
 

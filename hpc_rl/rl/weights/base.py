@@ -166,7 +166,7 @@ class WeightSender(Protocol):
         ...
 
     def shutdown(self) -> None:
-        """Free what connects this rank with the engines, some of which may have died. It takes seconds at most."""
+        """Free what connects this rank with the engines. Some of them may have died; this takes seconds at most."""
         ...
 
 

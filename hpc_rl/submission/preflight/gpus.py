@@ -17,7 +17,7 @@ from hpc_rl.submission.environment import job_environment
 
 
 def connected_gpus(config: JobConfig) -> int:
-    """Return the number of GPUs of a node that NCCL connects; at most 1 if it connects none, or if it is unknown.
+    """Return the number of GPUs of a node that NCCL connects; at most 1 if it connects none, or if this is unknown.
 
     The user's own Ray program may use its GPUs one by one, as engines without tensor parallelism do.
     """

@@ -47,7 +47,7 @@ class PackedModel(nn.Module):
     sharding: Sharding = "none"
     """The division of its parameters among ranks, which sharding.shard sets."""
     compute_weights: ComputeWeights | None = None
-    """What it computes with instead of float32 weights if one GPU has it whole, which sharding.shard sets."""
+    """The copies of float32 weights with which it computes if one GPU has the whole model; sharding.shard sets them."""
     adapters: lora.Adapters | None = None
     """The adapters that are trained instead of the whole model."""
     prepared: ModelConfig | None = None

@@ -1,8 +1,8 @@
 """Layers that torch.compile translates, each as one graph for rows with any number of samples.
 
 `auto` compiles on GPUs if every layer is of a kind that the tests compile, and first tries it: each rank compiles two
-layers of the model's size and computes their gradients, by itself and without a collective. A compiler that is missing
-on one node, or a folder where nothing can be executed, then changes the way of all ranks instead of ending the job.
+layers of the model's size and computes their gradients, by itself and without a collective. If the compiler is missing
+on one node, or nothing can be executed in a folder, then no rank compiles, and the job goes on.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from hpc_rl.training.models.packed_batch import pack_samples
 
 FAMILIES = ("gemma2", "llama", "mistral", "qwen2", "qwen3")
 """model_type of the models whose layers `auto` compiles: tests/training/models/test_compiled_layers.py compiles each of
-them as whole graphs, and counts that no other number of samples compiles them again."""
+them as whole graphs, and checks that another number of samples compiles nothing again."""
 
 _TRIAL = {"num_hidden_layers": 2, "vocab_size": 64, "pad_token_id": None, "bos_token_id": None, "eos_token_id": None}
 """Settings of the model with which a rank tries the compiler: two layers, because some models have two kinds."""
@@ -30,9 +30,9 @@ _FAILURES = (RuntimeError, OSError, ImportError, subprocess.SubprocessError)
 
 
 def compile_layers(model: PackedModel, config: ModelConfig, world: World) -> None:
-    """Compile the layers of a model as model.use_torch_compile demands. Every rank calls this.
+    """Compile the layers of a model as model.use_torch_compile requests. Every rank calls this.
 
-    One line tells why layers that `auto` would compile are not compiled.
+    If layers that `auto` would compile are not compiled, one line gives the reason.
     """
     if config.use_torch_compile == "auto":
         if not is_automatic(model, config, world.device):
@@ -42,7 +42,8 @@ def compile_layers(model: PackedModel, config: ModelConfig, world: World) -> Non
         if found:
             rank, problem = found[0]
             if world.is_main:
-                print(f"layers are not compiled, because rank {world.in_job(rank)} cannot: {problem}", flush=True)
+                where = f"rank {world.in_job(rank)}"
+                print(f"layers are not compiled, because this failed on {where}: {problem}", flush=True)
             return
     if config.use_torch_compile:
         for layer in model.layers():

@@ -1,8 +1,8 @@
 """Weights in bfloat16 for a model that one GPU has to itself, made once per optimizer step.
 
 FSDP converts the weights of a layer each time it gathers them, which is twice per micro-batch, and calls hooks around
-each layer. Here all float32 weights are converted at the first forward pass and stand in the modules until `leave`;
-outside, optimizer, checkpoints and weight sync find the float32 weights.
+each layer. Here all float32 weights are converted at the first forward pass and are in the modules until `leave`.
+Outside of this time, optimizer, checkpoints and weight sync find the float32 weights.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class ComputeWeights:
     A gradient is added to the gradient of the float32 weight, in float32, as soon as autograd has it.
 
     Args:
-        model: gets its memory later.
+        model: may be on the meta device; its memory is allocated later.
         exact: modules that compute in float32.
     """
 

@@ -146,7 +146,7 @@ def test_a_missing_compiler_is_found_before_training(tmp_path: Path, capsys: pyt
     ):
         compile_layers(model, config, ALONE)
     (line,) = capsys.readouterr().out.splitlines()
-    assert line.startswith("layers are not compiled, because rank 0 cannot: InvalidCxxCompiler: ")
+    assert line.startswith("layers are not compiled, because this failed on rank 0: InvalidCxxCompiler: ")
     assert not any(layer._compiled_call_impl for layer in model.layers())
     results(model, row([5, 9]))
 
@@ -159,7 +159,7 @@ def test_ranks_decide_together_if_one_cannot_compile(tmp_path: Path, fails: str)
     assert [code for code, _, _ in ends] == [0, 0], ends
     lines = [[line for line in out.splitlines() if line.startswith("layers")] for _, out, _ in ends]
     assert lines[1] == [] and len(lines[0]) == 1
-    assert lines[0] == ["layers are not compiled, because rank 1 cannot: OSError: no compiler on this node"]
+    assert lines[0] == ["layers are not compiled, because this failed on rank 1: OSError: no compiler on this node"]
     found = [json.loads(out[out.rindex("found ") + 6 :]) for _, out, _ in ends]
     assert found[0] == found[1] == {"compiled": 0, "loss": pytest.approx(found[0]["loss"], abs=0)}
 
