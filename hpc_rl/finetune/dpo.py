@@ -98,8 +98,10 @@ class Dpo(_Referenced):
         """Return `scale` times the sum of the pairs' losses."""
         settings = self.config.algorithm
         strength = Strength(settings.beta, settings.label_smoothing, settings.gamma)
+        # The reference comes first: it may be the policy, whose converted weights are released after this pass.
+        known_PW = None if settings.loss in NEEDS_NO_REFERENCE else self.ref_logprobs(batch)
         logprobs_PW = response_logprobs(model, batch)
-        ref_PW = torch.zeros_like(logprobs_PW) if settings.loss in NEEDS_NO_REFERENCE else self.ref_logprobs(batch)
+        ref_PW = torch.zeros_like(logprobs_PW) if known_PW is None else known_PW
         pairs = Pairs(*logprobs_PW.T, *ref_PW.T, *batch.tokens_PW.T)
         loss_P = PAIR_LOSSES[settings.loss](pairs, strength) - settings.sft_coeff * pairs.chosen_mean_P
         with torch.no_grad():
@@ -167,8 +169,9 @@ class Kto(_Referenced):
     def loss(self, model: CausalLM, batch: KtoBatch, scale: float) -> Found:
         """Return `scale` times the sum of the responses' losses."""
         settings, own = self.config.algorithm, batch.own
+        ref_P = self.ref_logprobs(own)[:, 0]  # first, as in Dpo.loss
         logprob_P = response_logprobs(model, own)[:, 0]
-        ratio_P = logprob_P - self.ref_logprobs(own)[:, 0]
+        ratio_P = logprob_P - ref_P
         good_P, weights = own.values_PK[:, 0] > 0, (settings.desirable_weight, settings.undesirable_weight)
         loss_P = preferences.kto(ratio_P, good_P, self._baseline, settings.beta, weights)
         loss_P = loss_P - settings.sft_coeff * good_P * logprob_P / own.tokens_PW[:, 0].clamp(min=1)

@@ -255,7 +255,9 @@ def verdict(pulses: Sequence[Pulse], records: Sequence[Finding] = ()) -> str:
     sights = [sight for pulse in pulses for sight in pulse.sights]
     found = next((pulse.finding for pulse in pulses if pulse.finding), "")
     ends = found.startswith(Walltime.MARK)
-    late = next((finding for finding in records if finding.ranks), Finding(""))
+    suspects = {sight.name for sight in sights if sight.is_suspect}
+    known = sorted((one for one in records if one.ranks), key=lambda one: suspects.isdisjoint(one.names))
+    late = known[0] if known else Finding("")
     culprits = silence.culprits(sights, late.names, before_limit=ends)
     is_stopped = any(sight.is_stopped and sight.is_suspect for sight in culprits)
     if not culprits or (found and not ends and not is_stopped):

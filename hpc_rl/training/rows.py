@@ -5,22 +5,22 @@ smallest device has less, or if the settings state nothing, the plan uses the me
 complete step, the measured memory corrects the decision. Each checkpoint records the decision. An attempt that resumes
 on as many GPUs of the same memory, and for which the plan chooses the same number, uses the recorded one, so that its
 micro-batches and its rounding are those of the attempt before. Otherwise the job decides again, because each rank then
-holds another part of the model, or has other memory.
+holds another part of the model, or has other memory. It also does so if the longest sample does not fit any more.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from hpc_rl.config.finetune import FinetuneConfig
 from hpc_rl.config.generate import GenerateConfig
 from hpc_rl.errors import UserError
 from hpc_rl.plan.hardware import gpu_bytes
 from hpc_rl.plan.memory import Planned, Shapes, models_of
-from hpc_rl.plan.rows import MICRO_TOKENS, chosen, corrected, is_auto, usual
+from hpc_rl.plan.rows import MICRO_TOKENS, chosen, corrected, is_auto, least, usual
 from hpc_rl.plan.shape import shape_of
 from hpc_rl.plan.text import rows_text
 from hpc_rl.training.checkpoints.checkpoint import expected
@@ -71,7 +71,7 @@ def decide(config: Planned, device: float | None, ranks: int, recorded: Mapping[
         return Decision(usual(config), f"{MICRO_TOKENS}=auto: {usual(config):,} tokens in each pass of a rank; {error}")
     assert rows is not None
     basis = {"planned": rows.tokens, "ranks": ranks, "gpu_bytes": round(gpu)}
-    if recorded is not None and basis.items() <= recorded.items():
+    if recorded is not None and basis.items() <= recorded.items() and recorded["tokens"] >= least(config):
         line = f"{MICRO_TOKENS}=auto: {recorded['tokens']:,} tokens in each pass of a rank, as before"
         return Decision(recorded["tokens"], line, dict(recorded), bool(recorded["is_corrected"]))
     found = {"tokens": rows.tokens, "is_corrected": 0, **basis}
@@ -89,7 +89,10 @@ def correct(config: Planned, before: Decision, longest: int, measured: Mapping[s
     assert before.recorded is not None
     gpu = float(before.recorded["gpu_bytes"])
     config = config.updated(MICRO_TOKENS, "auto")
-    tokens = corrected(config, shapes_of(config), gpu, before.tokens, longest, measured)
+    try:
+        tokens = corrected(config, shapes_of(config), gpu, before.tokens, longest, measured)
+    except UserError:  # the model's config.json cannot be read any more, and the run needs no correction
+        return replace(before, line="", is_corrected=True)
     recorded = {**before.recorded, "tokens": tokens, "is_corrected": 1}
     peak = max(measured.values()) / 1e9
     line = (
@@ -109,12 +112,15 @@ def decide_together(config: FinetuneConfig, checkpoints: Path, world: World) -> 
     if own is None or not is_auto(config):
         return decide(config, own, world.size)
     device = float(world.gather_rows([own]).min())
-    found = None
-    if world.is_main:
+
+    def on_main() -> dict[str, Any]:
         progress = expected(checkpoints)
-        found = asdict(decide(config, device, world.size, progress and progress.micro_tokens))
-        print(found["line"], flush=True)
-    return Decision(**world.broadcast(found))
+        return asdict(decide(config, device, world.size, progress and progress.micro_tokens))
+
+    found = Decision(**world.broadcast(world.together(lambda: on_main() if world.is_main else None)))
+    if world.is_main:
+        print(found.line, flush=True)
+    return found
 
 
 def correct_together(config: FinetuneConfig, before: Decision, longest: int, world: World) -> Decision:

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 
+from hpc_rl.errors import UserError
+from hpc_rl.training import rows
 from hpc_rl.training.rows import Decision, correct, decide
 from tests.plan.configs import QWEN_7B, config
 
@@ -72,6 +76,8 @@ def test_a_resumed_job() -> None:
     assert (first.tokens, first.is_corrected) == (4096, False)  # it stopped before it was corrected
     for other, device, ranks in ((job(AUTO), 80e9, 16), (job(AUTO), 79e9, 8)):
         assert decide(other, device, ranks, recorded).tokens == 4096
+    shortened = {**recorded, "tokens": 2048}  # which now do not hold the longest sample
+    assert decide(job(AUTO, "data.max_length=4000"), 80e9, 8, shortened).tokens == 4096
     longer = decide(job(AUTO, "data.max_length=5000"), 80e9, 8, recorded)
     assert (longer.tokens, longer.is_corrected) == (5000, False)
 
@@ -86,6 +92,8 @@ def test_a_correction() -> None:
         {"tokens": 8192, "is_corrected": 1, "planned": 4096, "ranks": 8, "gpu_bytes": 80 * 10**9},
     )
     same = correct(job(AUTO), before, 4096, {"": 47e9})
+    with mock.patch.object(rows, "shapes_of", side_effect=UserError("the hub does not answer")):
+        assert correct(job(AUTO), before, 4096, {"": 20e9}) == replace(before, line="", is_corrected=True)
     assert same == Decision(4096, "", {**(before.recorded or {}), "is_corrected": 1})
 
 

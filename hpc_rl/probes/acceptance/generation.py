@@ -39,9 +39,9 @@ from hpc_rl.run_dir import RunDir
 from hpc_rl.training.perf import Clock
 
 FOUND, VISIBLE = "found.json", "visible.json"
+"""Files of a run directory: what a run measured, and the GPUs of this node by their names in the job."""
 _VIEW = ("VISIBLE_DEVICES", "AFFINITY_MASK")
 """Ends of the names of variables that list the GPUs that a process sees."""
-"""Files of a run directory: what a run measured, and the GPUs of this node by their names in the job."""
 TOLERANCE = {"float32": 1e-3, "bfloat16": 5e-2}
 """Largest mean difference of the log-probabilities of engine and trainer, in nats, by the type of the engine."""
 PART_OF_THE_UPDATE = 0.1

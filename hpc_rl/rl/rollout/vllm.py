@@ -174,9 +174,8 @@ class VllmEngine:
 
     @ends_with_workers
     def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
-        self._llm.collective_rpc(
-            "shutdown_weight_transfer_engine"
-        )  # its connection to replaced engines, if there is one
+        # The connection before may be to engines that have died.
+        self._llm.collective_rpc("shutdown_weight_transfer_engine")
         self._llm.collective_rpc("init_weight_transfer_engine", kwargs={"init_info": init_info})
 
     @ends_with_workers

@@ -62,7 +62,7 @@ def remove_unreadable(root: Path) -> None:
             try:
                 read(file.read_text())
             except (ValueError, SyntaxError):  # UnicodeDecodeError and JSONDecodeError are ValueErrors
-                with contextlib.suppress(FileNotFoundError):
+                with contextlib.suppress(OSError):
                     file.unlink()
-            except FileNotFoundError:
-                continue  # another engine has removed it
+            except OSError:
+                continue  # another engine has removed it, or vLLM will tell what is wrong with it

@@ -168,19 +168,28 @@ class WorkerWatch:
             death = self._first_death(self._executor)
             if death is not None and not self._stops.is_set():
                 self._found.set()
-                log = worker_log(self._log, death.rank) if self._log else None
-                fate = death.fate(log)
-                text = f"its worker {death.rank} of {self._size} died: {fate.text}"
-                if log and (lines := tail(log, LOG_LINES)):
-                    text += f"\nthe end of {log}:\n{lines}"
+                try:
+                    fate = self._explained(death)
+                except Exception as error:  # noqa: BLE001 - the process has to end whatever cannot be found out
+                    fate = Fate(f"its worker {death.rank} of {self._size} died; why is not known: {error}", 1)
                 self._ended.wait(SHUTDOWN_S)
-                self._end(Fate(text, fate.exit_code))
+                self._end(fate)
+
+    def _explained(self, death: Death) -> Fate:
+        log = worker_log(self._log, death.rank) if self._log else None
+        fate = death.fate(log)
+        text = f"its worker {death.rank} of {self._size} died: {fate.text}"
+        if log and (lines := tail(log, LOG_LINES)):
+            text += f"\nthe end of {log}:\n{lines}"
+        return Fate(text, fate.exit_code)
 
     def _end(self, fate: Fate) -> None:
-        leave_reason(fate)
-        for file in self._memory:
-            file.unlink(missing_ok=True)
-        os._exit(fate.exit_code)
+        try:
+            leave_reason(fate)
+            for file in self._memory:
+                file.unlink(missing_ok=True)
+        finally:
+            os._exit(fate.exit_code)
 
 
 def _first_death(executor: Any) -> Death | None:

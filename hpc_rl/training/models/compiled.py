@@ -8,7 +8,6 @@ on one node, or nothing can be executed in a folder, then no rank compiles, and 
 from __future__ import annotations
 
 import copy
-import subprocess
 from typing import Any
 
 import numpy as np
@@ -25,8 +24,6 @@ them as whole graphs, and checks that another number of samples compiles nothing
 
 _TRIAL = {"num_hidden_layers": 2, "vocab_size": 64, "pad_token_id": None, "bos_token_id": None, "eos_token_id": None}
 """Settings of the model with which a rank tries the compiler: two layers, because some models have two kinds."""
-_FAILURES = (RuntimeError, OSError, ImportError, subprocess.SubprocessError)
-"""What a compiler that cannot work raises. The errors of TorchDynamo and Inductor are RuntimeErrors."""
 
 
 def compile_layers(model: PackedModel, config: ModelConfig, world: World) -> None:
@@ -75,7 +72,7 @@ def problem_of(model: PackedModel, config: ModelConfig, device: torch.device) ->
             for layer in trial.layers():
                 layer.compile(dynamic=True)
             trial.hidden(batch).float().sum().backward()
-    except _FAILURES as error:
+    except Exception as error:  # noqa: BLE001 - compilers raise many types, and layers work without them
         cause = getattr(error, "inner_exception", None) or error  # of TorchDynamo's BackendCompilerFailed
         return f"{type(cause).__name__}: {str(cause).strip().partition(chr(10))[0]}"
     return None
