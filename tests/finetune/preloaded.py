@@ -7,7 +7,6 @@ from tests.finetune.forked import SETTINGS
 
 os.environ.update(SETTINGS)
 for name in (
-    "hpc_rl.finetune.train",
     "hpc_rl.finetune.trainer",
     "hpc_rl.training.memory_snapshot",
     "torch.distributed.fsdp",

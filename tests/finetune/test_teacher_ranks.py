@@ -174,15 +174,15 @@ def teams(per_node: int, teachers: int, nodes: int, rank: int) -> Teams:
 
 
 def test_a_team_may_take_longer_than_a_collective(monkeypatch: pytest.MonkeyPatch) -> None:
-    groups: list[tuple[list[int], str | None, timedelta]] = []
+    groups: list[tuple[list[int], str | None, timedelta | None]] = []
 
-    def new_group(_: World, ranks: Sequence[int], timeout: timedelta, backend: str | None = None) -> None:
+    def new_group(_: World, ranks: Sequence[int], timeout: timedelta | None = None, backend: str | None = None) -> None:
         groups.append((list(ranks), backend, timeout))
 
     monkeypatch.setattr(World, "new_group", new_group)
     found = split(World(2, 4, torch.device("cpu"), 4), 2)
-    week, short = timedelta(days=7), timedelta(minutes=30)
-    assert groups == [([0, 1, 2, 3], "gloo", week), ([2, 3], None, short), ([2, 3], "gloo", week)]
+    week = timedelta(days=7)
+    assert groups == [([0, 1, 2, 3], "gloo", week), ([2, 3], None, None), ([2, 3], "gloo", week)]
     assert (found.everyone.size, found.own.size, found.waiting.size, found.waiting.rank) == (4, 2, 2, 0)
 
 

@@ -8,6 +8,7 @@ import weakref
 from collections import Counter
 from collections.abc import Iterator
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -17,6 +18,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from hpc_rl.training.models import compiled
 from tests.simulated_gpu.patches import replaced_parts_of_torch
 
 _WITHOUT_KERNEL = frozenset(
@@ -138,7 +140,13 @@ def simulated_gpus(ranks: int, gpus_per_node: int = 8, where: bool = False) -> I
     gpu = Gpu(where)
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
     try:
-        with replaced_parts_of_torch(gpu, gpus_per_node), gpu.tensors, gpu:
+        # Fake tensors cannot try the compiler.
+        with (
+            mock.patch.object(compiled, "is_automatic", lambda *_: False),
+            replaced_parts_of_torch(gpu, gpus_per_node),
+            gpu.tensors,
+            gpu,
+        ):
             yield gpu
     finally:
         dist.destroy_process_group()

@@ -54,7 +54,6 @@ class Job:
             "data.train_files=train.jsonl",
             "trainer.device=cuda",
             "model.enable_gradient_checkpointing=true",
-            "model.use_torch_compile=false",  # nothing here can compile for a GPU
             f"trainer.nnodes={self.ranks // self.gpus_per_node}",
             f"trainer.n_gpus_per_node={self.gpus_per_node}",
             f"trainer.micro_tokens={self.micro_tokens}",

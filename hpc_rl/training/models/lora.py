@@ -120,9 +120,9 @@ class Adapters:
 
 
 def blocks_of(hf: PreTrainedModel) -> list[nn.Module]:
-    """Return the transformer blocks of a model."""
+    """Return the transformer blocks of a model, which may be divided: FSDP gives each a subclass of its class."""
     names = set(hf._no_split_modules or ())
-    return [module for module in hf.modules() if type(module).__name__ in names]
+    return [module for module in hf.modules() if not names.isdisjoint(kind.__name__ for kind in type(module).__mro__)]
 
 
 def block_linears(hf: PreTrainedModel) -> dict[str, nn.Linear]:
