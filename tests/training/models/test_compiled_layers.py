@@ -164,6 +164,12 @@ def test_ranks_decide_together_if_one_cannot_compile(tmp_path: Path, fails: str)
     assert found[0] == found[1] == {"compiled": 0, "loss": pytest.approx(found[0]["loss"], abs=0)}
 
 
+def test_layers_that_ranks_share_are_compiled(tmp_path: Path) -> None:
+    ends = spawn([compile_ranks.__file__, str(make_tiny_model(tmp_path)), "nothing"], 2, 300)
+    assert [code for code, _, _ in ends] == [0, 0], ends
+    assert ['{"compiled": 2,' in out for _, out, _ in ends] == [True, True]
+
+
 def tiny(folder: Path) -> tuple[CausalLM, ModelConfig]:
     config = ModelConfig(path=str(make_tiny_model(folder, kind="llama")))
     return load_model(config), config
