@@ -105,6 +105,7 @@ def stepped(level: Any) -> tuple[nn.Linear, torch.optim.AdamW, ModelOffload]:
     """Return a model after three steps of its optimizer, whose moments are with the model or away."""
     torch.manual_seed(0)
     model = nn.Linear(3, 2)
+    model.compute_weights = None  # type: ignore[assignment]  # as in a PackedModel
     groups = [{"params": [model.weight], "weight_decay": 0.1}, {"params": [model.bias], "weight_decay": 0.0}]
     optimizer = torch.optim.AdamW(groups, lr=0.1, fused=True)
     for parameter in model.parameters():
