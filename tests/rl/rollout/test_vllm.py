@@ -29,7 +29,6 @@ from hpc_rl.rl.rollout.vllm import VllmEngine, engine_settings, logprobs_mode, r
 from hpc_rl.rl.rollout.vllm_worker import track_loading
 from hpc_rl.rl.weights.base import EngineActors, WeightReceiver, WeightSource
 from hpc_rl.rl.weights.host import HostSender
-from hpc_rl.rl.weights.transfers import open_sender
 from hpc_rl.training.checkpoints.export import export
 from hpc_rl.training.distributed import World
 from hpc_rl.training.models.lm_head import token_logprobs
@@ -69,18 +68,6 @@ class EngineActor:
         with pytest.raises(UserError) as caught:
             self.start(path, 1, 1.0, **engine_kwargs)
         return str(caught.value)
-
-    def gpu_transfer(self, rank: int) -> Any:
-        """Return the init info for vLLM's factory, which itself needs a GPU."""
-        from vllm.distributed.weight_transfer import WeightTransferTrainerFactory
-
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(WeightTransferTrainerFactory, "trainer_init", lambda info, client, source: info)
-            given = WeightSource(torch.nn.Linear(1000, 3), torch.bfloat16)
-            engines = EngineActors([None] * 3, [Actor("", "engine")] * 3, [""] * 3, 1.0, workers_each=2)
-            world = World(rank, 4, torch.device("cpu"))
-            info: Any = open_sender("ipc", given, engines, world, 500)
-        return {"backend": info.backend, "is_sender": info.is_sender, **vars(info)}
 
     def generate(self, *arguments: Any) -> list[Completion]:
         return complete(self.engine, *arguments)
@@ -364,14 +351,6 @@ def test_vllms_refusal_is_one_line(settings: dict[str, Setting], engine_kwargs: 
     message = setting.call("refusal", setting.path, **engine_kwargs)
     assert message.startswith("rollout.name=vllm: the engine did not start: ")
     assert words in message and "\n" not in message
-
-
-@needs_vllm
-def test_the_transfer_within_a_node_is_configured_as_vllm_expects(settings: dict[str, Setting]) -> None:
-    """The largest tensor, 6,000 bytes, fits into a buffer. tests/rl/vllm_contract has the one between nodes."""
-    found = settings["tied"].call("gpu_transfer", 1)
-    buffer = {"packed": True, "packed_buffer_size_bytes": 6000}
-    assert found == {"backend": "ipc", "is_sender": False, "rank": 1, **buffer}
 
 
 def test_a_missing_vllm_is_one_line(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
