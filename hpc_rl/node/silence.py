@@ -184,12 +184,8 @@ def culprits(sights: Iterable[Sight], late: Collection[str] = (), before_limit: 
 
 
 def _may_wait(worst: Sight, other: Sight) -> bool:
-    """Return whether two processes are ranks of one pool, and each of them may wait for the other.
-
-    One that has shown a sign of life in the second half of the silence does not wait since its beginning.
-    """
-    if other.silent_s < worst.silent_s / 2:
-        return False
+    """Return whether two processes are ranks of one pool, and each of them may wait for the other: one that is silent,
+    also for one that works."""
     teams = [_RANK.fullmatch(sight.name) for sight in (worst, other) if sight.is_open]
     return len(teams) == 2 and None not in teams and len({team[1] for team in teams if team}) == 1
 
