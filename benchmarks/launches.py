@@ -74,7 +74,7 @@ HEADERS = {
     "operators": "operators per micro-batch",
     "collectives": "collectives",
     "waits": "waits",
-    "operators_of_a_step": "operators of a step with one",
+    "operators_of_a_step": "operators of a step with one micro-batch",
     "waits_of_a_step": "waits of a step",
 }
 

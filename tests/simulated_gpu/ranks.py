@@ -95,7 +95,7 @@ def run_ranks(
     nodes: int = 1,
     device: str = "cpu",
     beside: Beside | None = None,
-    deadline_s: float = 300,
+    deadline_s: float = 1500,
 ) -> list[Rank]:
     """Call `function(world, *arguments)` in `count` processes, and return what each of them has returned and done.
 

@@ -33,7 +33,7 @@ from hpc_rl.errors import UserError
 from hpc_rl.rl.weights import base
 from tests.simulated_gpu.record import note, note_collective
 
-TIMEOUT_S = 120
+TIMEOUT_S = 600
 
 
 @contextlib.contextmanager
