@@ -10,7 +10,7 @@ import torch
 from tensordict import TensorDict
 
 from hpc_rl.algorithms.advantages import group_deviations
-from hpc_rl.algorithms.correction import PROBS_DIFF_WARNING, probability_difference
+from hpc_rl.algorithms.correction import PROBS_DIFF_WARNING, probability_difference, weight_statistics
 from hpc_rl.algorithms.losses import explained_variance
 from hpc_rl.config.algorithm import AlgorithmConfig
 from hpc_rl.config.ppo import PpoConfig
@@ -65,13 +65,26 @@ def experience_metrics(experience: TensorDict, config: PpoConfig) -> dict[str, f
         metrics["critic/returns/mean"] = returns_N.mean()
         metrics["critic/values/mean"] = values_N.mean()
         metrics["critic/vf_explained_var"] = torch.tensor(explained_variance(values_N, returns_N))
-    if config.rollout.calculate_log_probs and not config.truncates_logprobs:
-        old_N, rollout_N = columns.flat(experience, "old_logprobs"), columns.flat(experience, "rollout_logprobs")
-        difference = probability_difference(old_N, rollout_N)
-        metrics |= {f"training/rollout_probs_diff_{name}": torch.tensor(v) for name, v in difference._asdict().items()}
     if not config.scores:
         metrics = {name: value for name, value in metrics.items() if not name.startswith(OF_REWARDS)}
-    return {name: float(value) for name, value in metrics.items()}
+    return {name: float(value) for name, value in metrics.items()} | _sampler_metrics(experience, config)
+
+
+def _sampler_metrics(experience: TensorDict, config: PpoConfig) -> dict[str, float]:
+    """Compare the weights that sampled the tokens with those of the trainer before the updates of the step."""
+    algorithm, found = config.algorithm, dict[str, float]()
+    if not (algorithm.corrects or config.rollout.calculate_log_probs):
+        return found  # there is nothing to compare; see setup.old_logprobs
+    if not config.truncates_logprobs:
+        old_N, rollout_N = columns.flat(experience, "old_logprobs"), columns.flat(experience, "rollout_logprobs")
+        found["training/rollout_log_ratio"] = float((rollout_N - old_N).mean())
+        difference = probability_difference(old_N, rollout_N)
+        found |= {f"training/rollout_probs_diff_{name}": value for name, value in difference._asdict().items()}
+    if algorithm.corrects:
+        ratios_N = columns.trainer_ratios(experience, algorithm)
+        weights = weight_statistics(ratios_N, algorithm.tis_cap, algorithm.tis_bounds)
+        found |= {f"training/is_weight/{name}": value for name, value in weights._asdict().items()}
+    return found
 
 
 def reward_metrics(scores: Scores) -> dict[str, float]:
