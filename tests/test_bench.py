@@ -14,11 +14,11 @@ import pytest
 ROOT = Path(__file__).parent.parent
 PACKAGES = ROOT / "build/bench"
 SMALL = {
-    "sft": "--vocabulary 4096",
-    "preferences": "--vocabulary 4096",
+    "sft": "--vocabulary 4096 --repeats 1",
+    "preferences": "--vocabulary 4096 --repeats 1",
     "loss_memory": "",
     "divergence_memory": "",
-    "scaling": "",
+    "scaling": "--repeats 1",
     "ray_up": "--nodes 2 --repeats 1",
     "ppo": "--repeats 1 --steps 1",
     "weight_sync": "--repeats 1",
@@ -28,7 +28,7 @@ SMALL = {
     "rollout_simulation": "--engines 8",
     "async_rl": "--seeds 1 --steps 8 --sft-steps 5",
     "early_columns": "--repeats 1 --steps 8 --sft-steps 5",
-    "lora": "",
+    "lora": "--repeats 1",
 }
 
 

@@ -24,6 +24,8 @@ from hpc_rl.tracking.timeline import Timeline, new_timeline
 from hpc_rl.training.perf import Clock, Span
 
 PROBS_DIFF_DOCS = "docs/rl.md, section 'When engine and trainer disagree'"
+STALE_WARNING = 0.05
+"""KL(sampling policy, policy) per token over which old responses mislead the training, as for the updates of a step."""
 LENGTH_PERCENTILES = (10, 50, 90)
 OF_REWARDS = ("critic/score/", "critic/rewards/", "reward_std", "frac_reward_zero_std")
 """Beginnings of the names of metrics that a run without a reward does not have."""
@@ -253,8 +255,18 @@ def no_signal_warning(steps: int, metrics: dict[str, float]) -> str | None:
     )
 
 
-def probs_diff_warning(metrics: dict[str, float]) -> str | None:
-    """Return a warning if engine and trainer disagree by more than rounding explains, else None."""
+def sampler_warning(metrics: dict[str, float], staleness: int) -> str | None:
+    """Return a warning if the policy that sampled the step's responses is too far from that of the trainer, else None:
+    without staleness further than rounding explains, with it further than a step's updates should go."""
+    if staleness:
+        distance = metrics.get("training/rollout_log_ratio", metrics.get("actor/ppo_kl", 0.0))
+        if distance <= STALE_WARNING:
+            return None
+        return (
+            f"warning: the policy is {distance:.2f} nats per token from the one that sampled the responses (threshold: "
+            f"{STALE_WARNING}): old responses mislead the training. Lower actor.optim.lr, or rollout.staleness "
+            f"({staleness})"
+        )
     mean = metrics.get("training/rollout_probs_diff_mean", 0.0)
     if mean <= PROBS_DIFF_WARNING:
         return None
