@@ -21,6 +21,7 @@ from hpc_rl.runs.folders import remember
 from hpc_rl.runs.status import ROOT, is_run
 from hpc_rl.slurm import commands
 from hpc_rl.submission.job import Job
+from hpc_rl.submission.script import support_text
 
 GIT_MAX_BYTES = 1_000_000
 GIT_TIMEOUT_S = 20
@@ -90,6 +91,7 @@ def prepare(job: Job, script: str, code: str | None = None) -> None:
     if job.config.slurm.group is not None:
         share(job.run_dir.path, job.config.slurm.group)
     write_atomically(job.run_dir.script, script, forbidden=0o022)
+    write_atomically(job.run_dir.support, support_text(), forbidden=0o022)
     write_atomically(job.run_dir.git, git_snapshot(job.working_dir) if code is None else code)
 
 

@@ -7,7 +7,6 @@ import errno
 import grp
 import os
 import re
-import subprocess
 import sys
 from collections.abc import Callable, Hashable, Iterator
 from pathlib import Path
@@ -68,13 +67,17 @@ from hpc_rl.submission.preflight.program import (
     check_torchrun_program,
     check_transfer_queue,
 )
+from hpc_rl.submission.setup_lines import bash_errors, is_complete, statements
 
-BASH_TIMEOUT_S = 20
 LONGEST_FILE = "attempt-1000/" + "x" * 64
 """At least as long as any path in a run directory. If this one is below the file system's limit, all of them are."""
 
 _SECRET = re.compile(r"(HF|HUGGING_FACE_HUB|GITHUB|RAY_AUTH)_TOKEN|\w*(API_KEY|ACCESS_KEY|PASSWORD|_SECRET)")
 """Names of variables whose values are secret."""
+
+
+_REPLACES = re.compile(r"(.*[;&|({]\s*)?exec\s+(-\w+\s+)*[^-\s<>&{\d]")
+"""A line of bash in which a program takes the place of the shell. `exec > FILE` and `exec 3< FILE` only redirect."""
 
 
 class Question(NamedTuple):
@@ -346,12 +349,15 @@ def check_group(group: str) -> None:
 
 def check_bash(key: str, lines: tuple[str, ...]) -> None:
     """Raise UserError if bash cannot read these lines of the job script, such as a quote that is not closed."""
-    done = subprocess.run(
-        ["bash", "-n", "-c", "\n".join(lines)], capture_output=True, text=True, timeout=BASH_TIMEOUT_S, check=False
-    )
-    if done.returncode:
-        said = done.stderr.strip().splitlines()
-        raise UserError(f"{key}: bash cannot read {'; '.join(lines)!r}: {said[-1].removeprefix('bash: -c: ')}")
+    shown = repr("; ".join(lines))
+    if said := bash_errors(lines):
+        raise UserError(f"{key}: bash cannot read {shown}: {said[-1].removeprefix('bash: -c: ')}")
+    if not is_complete("\n".join(lines)):
+        raise UserError(f"{key}: {shown} ends with a backslash, which would join it to the next line of the job script")
+    if replacing := next((one for one in statements(lines) if _REPLACES.match(one)), None):
+        raise UserError(
+            f"{key}: {replacing!r} replaces the job script, so that nothing is trained: start the program without exec"
+        )
 
 
 def check_run_dir(path: Path, group: str | None = None) -> str | None:
