@@ -2,7 +2,7 @@
 
 Profiles are layered. Later layers take precedence, key by key:
 
-    environment   variables of sbatch, such as SBATCH_ACCOUNT
+    environment   variables of sbatch, such as SBATCH_ACCOUNT and SLURM_CLUSTERS
     system-wide   /etc/hpc-rl/site.yaml, or the profile that $HPC_RL_SITE names
     user          ~/.config/hpc-rl/site.yaml
     project       ./site.yaml
@@ -35,6 +35,8 @@ USER = Path("~/.config/hpc-rl/site.yaml")
 PROJECT = Path("site.yaml")
 
 VARIABLES = {
+    "SLURM_CLUSTERS": "slurm.sbatch.clusters",
+    "SBATCH_CLUSTERS": "slurm.sbatch.clusters",
     "SBATCH_ACCOUNT": "slurm.account",
     "SBATCH_CONSTRAINT": "slurm.constraint",
     "SBATCH_PARTITION": "slurm.partition",
@@ -42,7 +44,7 @@ VARIABLES = {
     "SBATCH_TIMELIMIT": "slurm.time",
 }
 """Variables of sbatch that are part of the configuration -> key. The checks before submission need these values, and
-scripts state them."""
+scripts state them. Of two for the same key, the last one counts."""
 _SECTIONS: dict[str, type[BaseModel]] = {
     name: section
     for name, field in JobConfig.model_fields.items()

@@ -114,7 +114,7 @@ def submit(planned: Plan) -> str:
 
 
 def _submit(planned: Plan) -> str:
-    sweep, after, job_id = planned.sweep, planned.jobs[0].after, None
+    sweep, after, queued = planned.sweep, planned.jobs[0].after, None
     try:
         if (group := planned.jobs[0].config.slurm.group) is not None:
             queue.share(sweep.path, group)
@@ -129,13 +129,14 @@ def _submit(planned: Plan) -> str:
             "points": [point.values for point in planned.points],
         }
         write_atomically(sweep.record, json.dumps(record, indent=2) + "\n")
-        job_id = queue.queue(planned.script, after.sbatch_options if after else [])
+        queued = queue.queue_after(planned.script, after)
     finally:
-        if job_id is None:
+        if queued is None:
             queue.remove(sweep.path)
     for number, job in enumerate(planned.jobs, 1):
-        queue.record(job, f"{job_id}_{number}", **({"after": after.target} if after else {}))
-    return job_id
+        waits = {"after": after.target} if after else {}
+        queue.record(job, f"{queued.job_id}_{number}", queued.place, **waits)
+    return queued.job_id
 
 
 def _check_same_resources(points: Sequence[Point], scripts: Sequence[str]) -> None:
