@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from hpc_rl.cli.app import JsonOption, SiteOption, app, leave, note
+from hpc_rl.cli.paths import path
 from hpc_rl.cli.submit import SlurmFlags, with_slurm_flags
 from hpc_rl.cli.text import explanation_text
 from hpc_rl.errors import UserError
@@ -44,7 +45,9 @@ def doctor(
     ] = False,
     run_dir: Annotated[
         Path | None,
-        typer.Option(help="Run directory to check. The default is a new one below ./runs.", show_default=False),
+        typer.Option(
+            parser=path, help="Run directory to check. The default is a new one below ./runs.", show_default=False
+        ),
     ] = None,
     local: Annotated[bool, typer.Option("--local", help="Check only this machine, without Slurm.")] = False,
     as_json: JsonOption = False,
@@ -160,7 +163,8 @@ def detect(
     yes: Annotated[bool, typer.Option("--yes", help="Do not ask; use the most likely partition and account.")] = False,
     force: Annotated[bool, typer.Option("--force", help="Replace an existing profile.")] = False,
     out: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="File to write. The default is ~/.config/hpc-rl/site.yaml.")
+        Path | None,
+        typer.Option(parser=path, metavar="FILE", help="File to write. The default is ~/.config/hpc-rl/site.yaml."),
     ] = None,
 ) -> None:
     """Detect the cluster from its login node and write a commented profile.

@@ -24,6 +24,7 @@ from hpc_rl.config.job import JobConfig
 from hpc_rl.config.keys import documented_keys, find_annotation, nearest
 from hpc_rl.config.kinds import KINDS
 from hpc_rl.config.ray import RayConfig
+from hpc_rl.config.references import expanded_path
 from hpc_rl.config.training import TrainingConfig
 from hpc_rl.config.tree import put
 from hpc_rl.errors import UserError
@@ -131,9 +132,9 @@ def find(site: str) -> Path:
         UserError: there is no such file.
     """
     try:
-        path = Path(site).expanduser()
-    except RuntimeError as error:  # ~NAME
-        raise UserError(f"site profile {site}: there is no such user") from error
+        path = Path(expanded_path(site))
+    except ValueError as error:
+        raise UserError(f"site profile: {error}") from error
     if "/" in site or path.suffix in (".yaml", ".yml"):
         if not path.is_file():
             raise UserError(f"site profile {site}: there is no such file")

@@ -23,7 +23,7 @@ from hpc_rl.submission.directives import directives, environment_notes, option_o
 from hpc_rl.submission.grid import Point, grid
 from hpc_rl.submission.job import Job
 from hpc_rl.submission.launch import notes_on
-from hpc_rl.submission.request import Request, free_name, job_of
+from hpc_rl.submission.request import Request, free_name, job_of, typed_run_dir
 from hpc_rl.submission.script import directive_word, fill, log_folder, render
 
 _OWN_OPTIONS = ("job-name", "output")
@@ -62,7 +62,7 @@ def plan(request: Request, max_parallel: int | None) -> Plan:
     configs = compose_each(request.kind, common, swept, request.settings, site, [devices.fill_in])
     stem = free_name(f"{request.kind}-sweep")
     first = job_of(request, configs[0], frozenset(), devices)
-    sweep = SweepDir((request.run_dir or ROOT / (configs[0].slurm.job_name or stem)).absolute())
+    sweep = SweepDir((typed_run_dir(request) or ROOT / (configs[0].slurm.job_name or stem)).absolute())
     if sweep.path.exists():
         raise UserError(
             f"{sweep.path} exists: choose another --job-name, or resume it with hpc-rl requeue {sweep.name}"
