@@ -180,6 +180,16 @@ class NodeListing:
         return found
 
 
+def node_address(name: str) -> str | None:
+    """Return the address by which Slurm reaches a node (NodeAddr), or None if it cannot be asked."""
+    try:
+        text = _output(["scontrol", "show", "node", "-o", name], time.monotonic() + LOOK_S, here(os.environ, ""))
+    except NoAnswer:
+        return None
+    match = re.search(r"^NodeName=\S+ .*?\bNodeAddr=(\S+)", text, re.MULTILINE)
+    return match[1] if match else None
+
+
 def partitions(place: Place | None = None) -> list[cluster.Partition]:
     """Return every partition of the cluster, including hidden ones.
 

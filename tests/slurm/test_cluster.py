@@ -155,7 +155,9 @@ def test_gpus_near_to_several_sockets() -> None:
         ("mixed", Need(1, 4, "v100", 8, 64000), "4 v100, 8 CPUs and 64000 MB: it has 2 nodes with 2 a100"),
         ("mixed", Need(1, 1, "h100", 1, 0), "request less"),
         ("gpuu", Need(1, 1, None, 1, 0), "does not exist; Slurm has cpu, devel, gpu, mixed, old, theirs"),
-        ("old", Need(1, 4, None, 8, 0), "partition old cannot provide"),
+        ("old", Need(1, 4, None, 8, 0), "partition old is inactive, and starts no job"),
+        ("devel", Need(1, 2, "A100", 2, 0), "but of the type a100: Slurm distinguishes capital letters"),
+        ("cpu", Need(1, 1, "A100", 2, 0), "request less"),
     ],
 )
 def test_what_a_partition_can_give(cluster: str, partition: str | None, need: Need, said: str | None) -> None:

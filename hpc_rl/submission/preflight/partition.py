@@ -23,6 +23,8 @@ class Ask:
     need: Need
     time: str | None
     """Walltime; None if it cannot be compared with the limit of the partition."""
+    has_qos: bool = False
+    """Whether it has a quality of service, which may have limits of its own."""
     clusters: str = ""
     """The cluster; empty for the local one."""
 
@@ -34,7 +36,7 @@ def ask_of(config: JobConfig) -> Ask | None:
     if "reservation" in slurm.sbatch or not is_single(clusters):
         return None
     time = None if slurm.qos is not None else slurm.time  # a quality of service may have a limit of its own
-    return Ask(slurm.partition, _need(config), time, clusters)
+    return Ask(slurm.partition, _need(config), time, slurm.qos is not None, clusters)
 
 
 def check_partition(ask: Ask, nodes: commands.NodeListing) -> str | None:
@@ -52,7 +54,7 @@ def check_partition(ask: Ask, nodes: commands.NodeListing) -> str | None:
         groups = nodes.groups(ask.clusters)
     except commands.NoAnswer as error:
         return f"partition {ask.partition or '(default)'} is not checked: {error}"
-    if problem := refusal(groups, ask.partition, ask.need) or _too_long(groups, ask):
+    if problem := refusal(groups, ask.partition, ask.need, ask.has_qos) or _too_long(groups, ask):
         raise UserError(problem)
     return None
 
