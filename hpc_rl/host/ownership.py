@@ -245,8 +245,8 @@ def name_user() -> None:
     except KeyError:
         if not os.environ.get("HOME"):
             raise UserError(
-                f"user id {uid} has no entry in the user database of this machine, and HOME is not set: set HOME to your "
-                "home folder"
+                f"user id {uid} has no entry in the user database of this machine, and HOME is not set: set HOME to "
+                "your home folder"
             ) from None
         if not any(os.environ.get(name) for name in ("LOGNAME", "USER")):
             os.environ["LOGNAME"] = f"uid{uid}"
