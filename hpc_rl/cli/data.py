@@ -8,6 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from hpc_rl.cli.app import RunArgument, SiteOption, app, leave, one_of
+from hpc_rl.cli.paths import path
 from hpc_rl.errors import UserError
 from hpc_rl.host.counted import counted
 
@@ -95,7 +96,7 @@ def gsm8k(
         str,
         typer.Option(help="Source of GSM8K: a folder, a data file, or the name of a data set on the hub."),
     ],
-    out: Annotated[Path, typer.Option(help="Folder for train.jsonl and test.jsonl.")],
+    out: Annotated[Path, typer.Option(parser=path, help="Folder for train.jsonl and test.jsonl.")],
 ) -> None:
     """Write GSM8K, grade-school mathematics (Cobbe et al. 2021), as chat messages.
 
@@ -108,7 +109,7 @@ def gsm8k(
 
 @data_app.command()
 def arithmetic(
-    out: Annotated[Path, typer.Option(help="Folder for train.jsonl and val.jsonl.")],
+    out: Annotated[Path, typer.Option(parser=path, help="Folder for train.jsonl and val.jsonl.")],
     train: Annotated[int, typer.Option(min=1, help="Number of training questions.")] = 4000,
     val: Annotated[int, typer.Option(min=1, help="Number of validation questions.")] = 200,
     seed: Annotated[int, typer.Option(help="Random seed for choosing the questions.")] = 0,
@@ -140,7 +141,7 @@ def select_rows(
     responses: Annotated[
         list[str], typer.Argument(metavar="RESPONSES", help="Files of scored responses (responses.jsonl of a run).")
     ],
-    output: Annotated[Path, typer.Option(help="File to write: jsonl.")],
+    output: Annotated[Path, typer.Option(parser=path, help="File to write: jsonl.")],
     best_of_n: Annotated[
         bool, typer.Option("--best-of-n", help="The best response to each prompt, as chats for sft.")
     ] = False,

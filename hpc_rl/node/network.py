@@ -16,12 +16,15 @@ from types import TracebackType
 from typing import Self
 
 from hpc_rl.errors import UserError
+from hpc_rl.slurm.commands import node_address
 
 _SIOCGIFADDR = 0x8915  # netdevice(7)
 _FIRST_PORT = 12000
 """Lowest port of a job, above those of most services."""
 RESOLVE_S = 5.0
 """How long names of nodes are looked up for `no_proxy`."""
+_ANYWHERE = "198.51.100.1"
+"""An address that belongs to nobody (RFC 5737): packets to it would take the default route."""
 _EPHEMERAL_RANGE = Path("/proc/sys/net/ipv4/ip_local_port_range")
 
 
@@ -50,13 +53,17 @@ def choose_address(interface: str | None, peer: str | None) -> tuple[str, str]:
         return interface, addresses[interface]
     if peer is None:
         return "lo", "127.0.0.1"
-    source = _source_address(peer)
-    for name, address in addresses.items():
-        if address == source and not _is_local(address):
-            return name, address
+    named = _addresses_of(peer)
+    for peers in (named, [], [_ANYWHERE]):
+        # Slurm may have an address of a node whose name nothing else resolves (NodeAddr in slurm.conf).
+        source = _source_address(peers or _addresses_of(node_address(peer)))
+        for name, address in addresses.items():
+            if address == source and not _is_local(address):
+                return name, address
+    cause = f"it resolves to {', '.join(named)}" if named else "its name does not resolve, and Slurm gives no address"
     raise UserError(
-        f"no route from {socket.gethostname()} to node {peer}: interfaces are {_listed(addresses)}; "
-        "set slurm.interface to the one between the nodes"
+        f"no route from {socket.gethostname()} to node {peer}: {cause}; interfaces are {_listed(addresses)}, without a "
+        "default route; set slurm.interface to the one between the nodes"
     )
 
 
@@ -115,19 +122,23 @@ _INTERFACE_VARIABLES: dict[str, Callable[[str, Sequence[str]], bool]] = {
 """Variable -> whether its library can use a value on a node with these interfaces. gloo takes `^lo` for a name."""
 
 
-def _source_address(peer: str) -> str | None:
-    """Return the source address of packets to `peer`. A UDP connect asks the routing table and sends nothing."""
+def _addresses_of(name: str | None) -> list[str]:
     try:
-        candidates = socket.getaddrinfo(peer, 9, socket.AF_INET, socket.SOCK_DGRAM)
-    except socket.gaierror:
-        return None
-    for *_, address in candidates:
+        found = socket.getaddrinfo(name, 9, socket.AF_INET, socket.SOCK_DGRAM) if name else []
+    except OSError:
+        return []
+    return [str(address[0]) for *_, address in found]
+
+
+def _source_address(peers: Sequence[str]) -> str | None:
+    """Return the source address of packets to a peer. A UDP connect asks the routing table and sends nothing."""
+    for peer in peers:
         # A node's hosts file may map its own name, or even a peer's, to the loopback.
-        if _is_local(str(address[0])):
+        if _is_local(peer):
             continue
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
             try:
-                probe.connect(address)
+                probe.connect((peer, 9))
             except OSError:
                 continue
             source: str = probe.getsockname()[0]

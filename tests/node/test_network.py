@@ -22,13 +22,33 @@ def test_a_configured_interface_is_taken_or_refused_with_what_there_is() -> None
 def test_a_peer_that_only_resolves_to_the_loopback_is_no_route(monkeypatch: pytest.MonkeyPatch) -> None:
     found = [(socket.AF_INET, socket.SOCK_DGRAM, 17, "", ("127.0.1.1", 9))]
     monkeypatch.setattr(network.socket, "getaddrinfo", lambda *_: found)
-    with pytest.raises(UserError, match=r"no route from .* to node peer"):
+    monkeypatch.setattr(network, "_ANYWHERE", "127.0.0.1")  # no default route
+    with pytest.raises(UserError, match=r"no route from .* to node peer: it resolves to 127\.0\.1\.1; interfaces"):
         choose_address(None, "peer")
 
 
-def test_an_unknown_peer_is_no_route() -> None:
-    with pytest.raises(UserError, match=r"set slurm\.interface"):
+def test_an_unknown_peer_is_no_route(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(network, "_ANYWHERE", "127.0.0.1")
+    with pytest.raises(UserError, match=r"its name does not resolve, and Slurm gives no address.*set slurm\.interface"):
         choose_address(None, "no-such-host.invalid")
+
+
+@pytest.mark.parametrize("by", ["scontrol", "default route"])
+def test_a_peer_that_nothing_but_slurm_resolves_is_reached(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, by: str
+) -> None:
+    own = next(
+        ((name, one) for name, one in interface_addresses().items() if not one.startswith(("127.", "169."))), None
+    )
+    if own is None:
+        pytest.skip("this machine has only a loopback")
+    monkeypatch.setattr(network, "_ANYWHERE", own[1] if by == "default route" else "127.0.0.1")
+    scontrol = tmp_path / "scontrol"
+    answer = f"NodeName=gpu7 Arch=x86_64 NodeAddr={own[1]} NodeHostName=gpu7" if by == "scontrol" else ""
+    scontrol.write_text(f'#!/bin/sh\n[ "$*" = "show node -o gpu7.invalid" ] && echo "{answer}"\n')
+    scontrol.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    assert choose_address(None, "gpu7.invalid") == own
 
 
 def test_a_taken_port_is_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
