@@ -207,7 +207,7 @@ def _check_references(tree: Mapping[str, Any]) -> None:
         f"{key}: {_short(text)!r} has an unfinished `${{`: close it with }}, or leave it out"
         for key, value in flat(tree).items()
         for text in (value if isinstance(value, list) else [value])
-        if isinstance(text, str) and re.search(r"\$\{[^}]*$", text)
+        if isinstance(text, str) and text.rfind("${") > text.rfind("}")
     ]
     if open_ones:
         raise UserError("\n".join(open_ones))

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 _SUPERCHIP = re.compile(r"g[bh]200")
 """Their names state the memory of the CPU."""
-_STATED = re.compile(r"(\d+)gb")
+_STATED = re.compile(r"(?<!\d)(\d+)gb")
 """a100_80gb; of a100_3g.20gb, a part of an A100, the last one."""
 
 

@@ -23,7 +23,7 @@ _MOST_FEATURES = 4
 _LONGEST_MESSAGE = 300
 _SPARE = re.compile(r"preempt|scaven|spot|standby|idle|low|debug|test", re.IGNORECASE)
 """Names that sites give to qualities of service for spare resources or trials."""
-_PART_OF_A_GPU = re.compile(r"\d+g\.\d+gb")
+_PART_OF_A_GPU = re.compile(r"(?<!\d)\d+g\.\d+gb")
 """NVIDIA's names of MIG devices: slices, then memory."""
 
 
