@@ -46,7 +46,7 @@ def status_text(found: RunStatus) -> str:
         rows.append(("disk", found.disk))
     if found.log and Path(found.log).exists():
         rows.append(("log", short_path(Path(found.log))))
-    elif found.state == "FAILED" and not found.attempt:
+    elif found.left_no_log:
         reason = "Its file system is full" if found.disk else "Is the run directory on a shared file system?"
         rows.append(("log", f"none: the job could not write it. {reason}"))
     width = max(len(name) for name, _ in rows)

@@ -249,6 +249,8 @@ def _other_texts(run: RunDir, status: RunStatus, most_files: int) -> Iterator[Lo
     if status.disk:  # a full disk may have no log about it
         reason = "Read-only file system" if status.disk.endswith("read-only") else "No space left on device"
         yield LogText(str(run.path), f"{reason}: {status.disk}")
+    elif status.left_no_log:
+        yield LogText(str(run.path), f"the job left no log: its nodes may not see {run.path}")
     if run.metrics.exists():
         yield LogText(str(run.metrics), read_ends(run.metrics))
     for attempt in run.attempts()[-1:]:

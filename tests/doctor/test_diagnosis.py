@@ -37,6 +37,8 @@ from hpc_rl.node.ray_cluster.limits import granted
 from hpc_rl.run_dir import RunDir
 from hpc_rl.runs.status import RunStatus
 from hpc_rl.slurm.allocation import Allocation
+from tests.fake_slurm import calls, fake_slurm
+from tests.small_disk import needs_root, small_disk
 
 GUIDE = Path(__file__).parents[2] / "docs" / "troubleshooting.md"
 HERE = Allocation("7", 0, ("a", "b"), 1, cpus=2)
@@ -278,6 +280,51 @@ def test_the_last_exception_that_is_no_consequence_is_the_failure() -> None:
     (first, second) = findings([LogText("log", text)])
     assert (first.failure, first.line) == (ANY_EXCEPTION, "KeyError: second")
     assert second.line == "ray.exceptions.ActorDiedError: gone"
+
+
+def test_a_job_that_left_no_log_is_explained(tmp_path: Path) -> None:
+    run, status = failed_run(tmp_path, "")
+    Path(status.log or "").unlink()
+    (found,) = explain_run(run, status).findings
+    assert (found.failure.title, found.source) == ("The nodes do not share the folder", str(run.path))
+    assert explain_run(run, replace(status, state="CANCELLED")).findings == []
+    full = explain_run(run, replace(status, disk="no bytes are free")).findings
+    assert [one.failure.title for one in full] == ["No space left on device"]
+    Path(status.log or "").touch()
+    assert explain_run(run, status).findings == []
+
+
+@needs_root
+@pytest.mark.parametrize(
+    ("command", "code", "words"),
+    [
+        ("explain", 0, "The nodes do not share the folder"),
+        ("status", 0, "The nodes do not share the folder"),
+        ("logs", 2, "has no log yet in {}: its job has ended (FAILED), and hpc-rl explain lost shows why"),
+        (
+            "report",
+            2,
+            "run lost has nothing to report: its job has failed and left no log; hpc-rl explain lost shows why",
+        ),
+        ("requeue", 2, "which looks like a disk of this machine alone: the next job would fail like that"),
+    ],
+)
+def test_every_command_can_do_without_the_log_of_a_job(
+    command: str, code: int, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    programs = fake_slurm(tmp_path, monkeypatch)
+    (programs / "squeue.text").write_text("7|FAILED|node1|NonZeroExitCode|N/A|\n")
+    with small_disk(tmp_path / "runs", size="256m"):
+        run = RunDir(tmp_path / "runs" / "lost")
+        run.path.mkdir(mode=0o700)
+        run.script.write_text("#!/bin/bash\n")
+        run.script.chmod(0o600)
+        run.job.write_text(json.dumps({"job_id": "7"}))
+        argv = [sys.executable, "-m", "hpc_rl.cli", command, "lost"]
+        done = subprocess.run(argv, cwd=tmp_path, capture_output=True, text=True, timeout=600, check=False)
+    said = " ".join((done.stdout + done.stderr).split())
+    assert done.returncode == code and words.format(run.path) in said, said
+    assert not any(call.startswith("sbatch") for call in calls(tmp_path))
 
 
 MESSAGE = [
