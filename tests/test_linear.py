@@ -87,7 +87,7 @@ def _sample(operation: Any, value: Any) -> str:
     if operation is ops.ATOMIC_GROUP:
         return sample(value)
     if operation in REPEATS:
-        return sample(value[2]) * max(value[0], 1)
+        return sample(value[2]) * max(int(value[0]), 1)
     return ""
 
 
@@ -161,15 +161,17 @@ def expressions() -> dict[str, tuple[set[str], str, int]]:
     for path in sorted(ROOT.rglob("*.py")):
         tree = ast.parse(path.read_text())
         assigned = [
-            node for node in tree.body if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name)
+            (node.targets[0].id, node.value)
+            for node in tree.body
+            if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name)
         ]
-        named = {node.targets[0].id: text for node in assigned if (text := text_of(node.value, {})) is not None}
+        named = {name: text for name, value in assigned if (text := text_of(value, {})) is not None}
         used = {
             (node.value.id, node.attr)
             for node in ast.walk(tree)
             if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name)
         }
-        compiled = {id(node.value): node.targets[0].id for node in assigned}
+        compiled = {id(value): name for name, value in assigned}
         for node in ast.walk(tree):
             match node:
                 case ast.Call(ast.Attribute(ast.Name("re"), function), [first, *others], keywords) if (
