@@ -133,7 +133,8 @@ def explain(
         findings = [one.as_dict() for one in found.findings]
         known = {"last_message": found.verdict, "findings": findings}
         last = {"last_errors": found.last_errors, "last_lines": found.last_lines}
-        print(json.dumps({"state": state, **known, **last, "plan": found.plan}, indent=2))
+        further = {"launch_error": found.launch_error, "plan": found.plan}
+        print(json.dumps({"state": state, **known, **last, **further}, indent=2))
         return
     if state is not None and state not in diagnosis.FAILED:
         print(f"run {target} has not failed: its state is {state}")

@@ -78,9 +78,11 @@ def logs(
             print(line if node is None else f"{path.stem}: {line}", flush=True)
 
     files = log_files(found, node)
-    if not files and not (follow and status_of(found).active):
+    now = None if files else status_of(found)
+    if now is not None and not (follow and now.active):
         what = "log yet" if node is None else f"logs of node {node}"
-        raise UserError(f"run {found.name} has no {what} in {found.path}")
+        ended = f": its job has ended ({now.state}), and hpc-rl explain {found.name} shows why" if now.ended else ""
+        raise UserError(f"run {found.name} has no {what} in {found.path}{ended}")
     if follow and node is None and not as_json:
         with RunView(found) as view:
             leave(wait_for(found, view.poll))

@@ -193,7 +193,7 @@ def submit(
     """
     from hpc_rl.submission import launch, queue
     from hpc_rl.submission.directives import environment_notes
-    from hpc_rl.submission.preflight.checks import check_run_dir
+    from hpc_rl.submission.preflight.folders import check_run_dir
     from hpc_rl.submission.request import job_of_script
 
     here = local or in_allocation

@@ -10,6 +10,7 @@ from __future__ import annotations
 import csv
 import json
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from itertools import count, groupby, repeat
 from pathlib import Path
@@ -172,8 +173,8 @@ def _as_object(row: Any, where: str) -> Row:
 def _unique_keys(pairs: list[tuple[str, Any]]) -> Row:
     row = dict(pairs)
     if len(row) < len(pairs):
-        names = [name for name, _ in pairs]
-        twice = next(name for name in names if names.count(name) > 1)
+        counts = Counter(name for name, _ in pairs)
+        twice = next(name for name, number in counts.items() if number > 1)
         raise ValueError(f"the key {twice!r} appears twice")
     return row
 

@@ -75,6 +75,11 @@ class RunStatus:
         """Whether a job may be writing to the run directory; true also while Slurm does not answer."""
         return not self.ended and self.state != NOT_SUBMITTED
 
+    @property
+    def left_no_log(self) -> bool:
+        """Whether the job has failed, and Slurm could not create its log: usually, its nodes lack the folder."""
+        return self.state == "FAILED" and self.log is not None and not Path(self.log).exists()
+
     def as_json(self) -> str:
         return json.dumps(asdict(self))
 

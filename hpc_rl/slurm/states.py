@@ -117,7 +117,9 @@ def newer(recorded: JobState | None, queued: JobState | None) -> JobState | None
 
 def read_scontrol(text: str) -> JobState | None:
     """Parse `scontrol show job -o ID`, which Slurm keeps for MinJobAge (300 s) after the end."""
-    fields = dict(re.findall(r"(?:^|\s)(JobState|NodeList|Reason|ExitCode|StdOut)=(.*?)(?=\s+[A-Za-z/:]+=|\s*$)", text))
+    keys = list(re.finditer(r"(?:^|\s)([A-Za-z/:]+)=", text))
+    ends = [key.start() for key in keys[1:]] + [len(text)]
+    fields = {key[1]: text[key.end() : end].strip() for key, end in zip(keys, ends, strict=False)}
     if "JobState" not in fields:
         return None
     state = plain_state(fields["JobState"])
@@ -138,7 +140,7 @@ def run_dir_of_script(text: str, variable: str, environ: Mapping[str, str]) -> s
         ValueError: only bash could determine the value (a command substitution, or a variable that is not set here).
     """
     for line in text.splitlines():
-        match = re.match(rf"\s*(?:export\s+)?{variable}=(\S.*)", line)
+        match = re.match(rf"\s*(?:export\s+)?{variable}=(\S.{{0,9999}})", line)
         if not match:
             continue
         if match[1].startswith("$'"):

@@ -47,8 +47,9 @@ def afterok(job_ids: Sequence[str]) -> list[str]:
 
 
 def is_coming(path: str, coming: frozenset[Path]) -> bool:
-    """Return whether an earlier job writes this file or folder, which does not exist yet."""
-    return Path(path).absolute() in coming and not Path(path).exists()
+    """Return whether this file or folder, or one above it, is coming, and does not exist here yet."""
+    place = Path(path).absolute()
+    return not coming.isdisjoint([place, *place.parents]) and not place.exists()
 
 
 def find_after(target: str) -> After:

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from hpc_rl.errors import UserError
+from hpc_rl.host.disk import own_disk
 from hpc_rl.host.files import read_json
 from hpc_rl.host.ownership import open_own
 from hpc_rl.run_dir import REQUEUE, RunDir, submitting
@@ -51,6 +52,12 @@ def _requeue(run: RunDir) -> str:
     if now.job_id is not None and not in_slurm(run):
         raise UserError(
             f"run {run.name} was not queued by Slurm: run the command that started it again, with --job-name {run.name}"
+        )
+    if now.left_no_log and (place := own_disk(run.path)):
+        raise UserError(
+            f"job {now.job_id} of run {run.name} has failed without a log, and {run.path} is on {place}, which looks "
+            "like a disk of this machine alone: the next job would fail like that. Submit the run again with --run-dir "
+            f"on a file system that the nodes share, or with {_place(run)} if they see this one"
         )
     after = find_after_again([run])
     run.stop.unlink(missing_ok=True)
