@@ -115,7 +115,7 @@ def explain(
     Example: hpc-rl explain slurm-123.out
     """
     from hpc_rl.doctor import diagnosis
-    from hpc_rl.runs.status import find_run, status_of
+    from hpc_rl.runs.status import CANCELLED, find_run, status_of
 
     if Path(target).is_file():
         state, found = None, diagnosis.explain_file(Path(target))
@@ -123,6 +123,7 @@ def explain(
         run = find_run(target)
         status = status_of(run)
         state, found = status.state, diagnosis.explain_run(run, status)
+        by = f" {status.reason}" if state == CANCELLED and status.reason else ""
     if as_json:
         findings = [one.as_dict() for one in found.findings]
         known = {"last_message": found.verdict, "findings": findings}
@@ -130,7 +131,8 @@ def explain(
         print(json.dumps({"state": state, **known, **last, "plan": found.plan}, indent=2))
         return
     if state is not None and state not in diagnosis.FAILED:
-        print(f"run {target} has not failed: its state is {state}")
+        said = f"it was cancelled{by}" if state == CANCELLED else f"its state is {state}"
+        print(f"run {target} has not failed: {said}")
     if text := explanation_text(found):
         print(text)
 

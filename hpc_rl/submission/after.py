@@ -91,10 +91,10 @@ def _after_runs(target: str, path: Path, found: list[RunDir]) -> After:
             )
         if now.active:
             waited.append(str(now.job_id))
-    return After(str(path), tuple(waited), frozenset(result for run in found for result in _results_of(run)))
+    return After(str(path), tuple(waited), frozenset(result for run in found for result in results_of(run)))
 
 
-def _results_of(run: RunDir) -> set[Path]:
+def results_of(run: RunDir) -> set[Path]:
     """Return the files and folders that a run writes for others. The user's own program may write model/."""
     row = KINDS.get(str(read_json(run.job).get("kind")))
     if row is None or row.result is None:
@@ -110,7 +110,9 @@ def _after_job(job_id: str) -> After:
     except commands.NoAnswer as error:
         raise UserError(f"--after {job_id}: {error}") from error
     if state is None:
-        raise UserError(f"--after {job_id}: Slurm has no such job")
+        raise UserError(
+            f"--after {job_id}: Slurm has no record of this job, which without accounting is so minutes after its end"
+        )
     if state.ended and state.state != COMPLETED:
         raise UserError(f"--after {job_id}: this job is {state.state}, so a job after it would never start")
     return After(job_id, () if state.ended else (job_id,))

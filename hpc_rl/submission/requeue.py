@@ -19,6 +19,7 @@ from hpc_rl.slurm.states import ENDED
 from hpc_rl.submission import queue
 from hpc_rl.submission.after import afterok, find_after_again
 from hpc_rl.submission.directives import environment_notes
+from hpc_rl.submission.resuming import check_again, start_of
 
 
 def requeue(run: RunDir) -> str:
@@ -52,13 +53,14 @@ def _requeue(run: RunDir) -> str:
             f"run {run.name} was not queued by Slurm: run the command that started it again, with --job-name {run.name}"
         )
     after = find_after_again([run])
+    notes = check_again([run])
     run.stop.unlink(missing_ok=True)
     job_id = queue.queue(script, after.sbatch_options if after else [])
     queue.record_again(run, job_id)
     queue.record_code([run])
     waits = f" after job {', '.join(after.job_ids)}" if after and after.job_ids else ""
-    submitted = f"submitted job {job_id}{waits}: run {run.name} will resume (previous state: {now.state})"
-    return "\n".join([submitted, *environment_notes(os.environ, run.script.read_text())])
+    submitted = f"submitted job {job_id}{waits}: run {run.name} {start_of(run)} (previous state: {now.state})"
+    return "\n".join([submitted, *notes, *environment_notes(os.environ, run.script.read_text())])
 
 
 def refuse_edited_settings(run: RunDir) -> None:
@@ -147,6 +149,7 @@ def _requeue_pipeline(pipeline: RunSet) -> str:
     before, again = found[:first], [now for now in found[first:] if now.state != "COMPLETED"]
     _refuse_blocked(pipeline, before, again)
     scripts = [_script_of_stage(pipeline, now) for now in again]
+    check_again([run_of(now) for now in again], coming=pipeline.runs())
     after = None if before else find_after_again([run_of(found[0])])
     options = after.sbatch_options if after else afterok([str(now.job_id) for now in before[-1:] if now.active])
     waiting = [now for now in again if now.active]
@@ -262,6 +265,7 @@ def _requeue_sweep(sweep: SweepDir) -> str:
         run_of(now).check_owner()
         refuse_edited_settings(run_of(now))
         _own_script(run_of(now).script)
+    notes = check_again([run_of(now) for now in again.values()])
     limit = re.search(r"^#SBATCH --array=\S*?(%\d+)$", script, re.MULTILINE)
     after = find_after_again(sweep.runs())
     for now in again.values():
@@ -273,7 +277,7 @@ def _requeue_sweep(sweep: SweepDir) -> str:
     queue.record_code([run_of(now) for now in again.values()])
     before = states(again.values())
     submitted = (
-        f"submitted job {job_id}: {len(again)} of {len(found)} runs of sweep {sweep.name} will resume "
+        f"submitted job {job_id}: {len(again)} of {len(found)} runs of sweep {sweep.name} are queued again "
         f"(previous states: {before})"
     )
-    return "\n".join([submitted, *environment_notes(os.environ, script)])
+    return "\n".join([submitted, *notes, *environment_notes(os.environ, script)])

@@ -50,7 +50,7 @@ def check_model_path(
     """
     if is_coming(path, coming):
         return None
-    folder = _model_folder(path, cache)
+    folder = model_folder(path, cache)
     if folder is None:
         if Path(path).exists():
             raise UserError(f"{key} {path} is a file; give the folder of a Hugging Face model")
@@ -72,7 +72,7 @@ def check_model_path(
 
 def check_is_language_model(key: str, path: str, cache: HubCache) -> None:
     """Raise UserError if a folder holds a classifier, such as a reward model, of which the LM head would be new."""
-    folder = _model_folder(path, cache)
+    folder = model_folder(path, cache)
     if folder is not None and is_classifier(architectures_of(folder)):
         raise UserError(
             f"{key} {path} is a classifier ({architectures_of(folder)[0]}), such as a reward model, and a language "
@@ -82,7 +82,7 @@ def check_is_language_model(key: str, path: str, cache: HubCache) -> None:
 
 def check_is_classifier(key: str, path: str, cache: HubCache) -> None:
     """Raise UserError if a folder holds a language model, which has no head for scores."""
-    folder = _model_folder(path, cache)
+    folder = model_folder(path, cache)
     if folder is not None and is_language_model(architectures_of(folder)):
         raise UserError(
             f"{key} {path} is a language model ({architectures_of(folder)[0]}), and a reward model is needed, a "
@@ -92,35 +92,35 @@ def check_is_classifier(key: str, path: str, cache: HubCache) -> None:
 
 def check_outputs(key: str, path: str, needed: int, cache: HubCache) -> None:
     """Raise UserError if the safetensors files in a folder have a head with another number of outputs."""
-    folder = _model_folder(path, cache)
+    folder = model_folder(path, cache)
     if folder is not None:
         refuse_other_outputs(key, path, sorted(folder.glob("*.safetensors")), needed)
 
 
 def check_sequence_parallel(key: str, path: str, size: int, cache: HubCache) -> None:
     """Raise UserError if ranks cannot share the rows of a model, as far as its config.json on this machine shows it."""
-    folder = _model_folder(path, cache)
+    folder = model_folder(path, cache)
     if folder is not None:
         refuse_unsplittable(key, path, read_json(folder / "config.json"), size)
 
 
 def check_tensor_parallel(key: str, path: str, size: int, cache: HubCache) -> None:
     """Raise UserError if an engine cannot split a model, as far as its config.json on this machine shows it."""
-    folder = _model_folder(path, cache)
+    folder = model_folder(path, cache)
     if folder is not None:
         refuse_unsplittable_engine(key, path, read_json(folder / "config.json"), size)
 
 
 def check_liger(key: str, path: str, cache: HubCache) -> None:
     """Raise UserError if Liger has no kernels for a model, as far as its config.json on this machine shows it."""
-    folder = _model_folder(path, cache)
+    folder = model_folder(path, cache)
     if folder is not None:
         refuse_without_liger(key, path, read_json(folder / "config.json"))
 
 
 def check_uncapped_logits(key: str, path: str, cache: HubCache) -> None:
     """Raise UserError if a model for `distill` caps its logits, as far as its config.json on this machine shows it."""
-    folder = _model_folder(path, cache)
+    folder = model_folder(path, cache)
     if folder is not None:
         refuse_capped_logits(key, path, read_json(folder / "config.json"))
 
@@ -135,7 +135,7 @@ def check_adapters(model: ModelConfig, max_rank: int | None, coming: frozenset[P
     Raises:
         UserError: the adapters to continue from are missing, or for another model, or no layer has a wanted name.
     """
-    lora, folder = model.lora, _model_folder(model.path, cache)
+    lora, folder = model.lora, model_folder(model.path, cache)
     weights: dict[str, tuple[int, ...]] = {}
     for file in sorted(folder.glob("*.safetensors")) if folder is not None else ():
         try:
@@ -170,7 +170,7 @@ def check_same_vocabulary(key: str, path: str, model: ModelSource, cache: HubCac
     Raises:
         UserError: a token differs; the message names the first one.
     """
-    folders = [_model_folder(name, cache) for name in (path, model.tokenizer_path or model.path)]
+    folders = [model_folder(name, cache) for name in (path, model.tokenizer_path or model.path)]
     theirs, ours = (_vocabulary(folder / "tokenizer.json") if folder is not None else {} for folder in folders)
     if not theirs or not ours:
         return
@@ -190,7 +190,7 @@ def check_same_special_tokens(key: str, path: str, model: ModelSource, cache: Hu
     Raises:
         UserError: a special token differs; the message names the first one.
     """
-    folders = [_model_folder(name, cache) for name in (path, model.tokenizer_path or model.path)]
+    folders = [model_folder(name, cache) for name in (path, model.tokenizer_path or model.path)]
     files = [folder / "tokenizer_config.json" if folder is not None else None for folder in folders]
     theirs, ours = ({} if file is None else _special_tokens(file) for file in files)
     if (found := role_difference(theirs, ours)) is not None:
@@ -243,7 +243,7 @@ def check_chat_template(model: ModelSource, data: FinetuneDataConfig | PromptCon
         check_template(read_template(Path(data.chat_template), where), where)
         return
     name = model.tokenizer_path or model.path
-    folder = _model_folder(name, cache)
+    folder = model_folder(name, cache)
     if folder is None:
         if model.tokenizer_path is None:
             return  # the check of the model reports it
@@ -263,7 +263,7 @@ def check_chat_template(model: ModelSource, data: FinetuneDataConfig | PromptCon
         raise UserError(f"the tokenizer in {folder} has no chat template; set data.chat_template to a Jinja file")
 
 
-def _model_folder(path: str, cache: HubCache) -> Path | None:
+def model_folder(path: str, cache: HubCache) -> Path | None:
     """Return the folder of a model, given by its path or, if nodes are offline, by its name in the cache."""
     if Path(path).is_dir():
         return Path(path)
