@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Sequence
 from typing import Annotated, Any, NoReturn
@@ -110,6 +111,38 @@ def program_of(context: typer.Context) -> tuple[str, ...]:
 
 def note(text: str) -> None:
     print(f"hpc-rl: {text}", file=sys.stderr)
+
+
+def continue_in_job_python(command: str, packages: Sequence[str], python: str | None = None) -> None:
+    """Run this command in the Python of jobs (slurm.python) instead, if this one lacks packages.
+
+    Args:
+        python: slurm.python, if the command has read it; otherwise it is that of the site profile.
+
+    Raises:
+        UserError: neither has them.
+    """
+    from hpc_rl.host.installation import install_command
+    from hpc_rl.host.processes import python_with
+    from hpc_rl.sites.profile import load_profile
+    from hpc_rl.submission.preflight.program import check_packages
+
+    missing = [name for name in packages if python_with(name, None) is None]
+    if not missing:
+        return
+    python = python or load_profile(None).values.get("slurm.python")
+    names = ", ".join(missing)
+    lacking = f"{command} needs {names}, and {sys.executable} lacks {'it' if len(missing) == 1 else 'them'}"
+    if python is None:
+        raise UserError(
+            f"{lacking}: name the Python of your jobs in the site profile (slurm: {{python: /path/to/python}}; hpc-rl "
+            f"site show lists its files), or install: {install_command('train', sys.executable)}"
+        )
+    if problem := check_packages(python, ["hpc_rl", *packages], command):
+        raise UserError(f"{lacking}; {problem.partition(':')[0]}: run the command where it is")
+    note(f"{command} runs in {python} (slurm.python), because this Python lacks {names}")
+    sys.stdout.flush()
+    os.execv(python, [python, "-P", "-m", "hpc_rl.cli", *sys.argv[1:]])
 
 
 def leave(code: int) -> NoReturn:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from enum import StrEnum
 from pathlib import Path
@@ -10,13 +9,12 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from hpc_rl.cli.app import RunArgument, app, leave, note
+from hpc_rl.cli.app import RunArgument, app, continue_in_job_python, leave, note
 from hpc_rl.cli.completion import run_names
 from hpc_rl.cli.text import aligned, explanation_text, short_path, size_text
 from hpc_rl.errors import UserError
 from hpc_rl.host.counted import counted
 from hpc_rl.host.files import refuse_occupied
-from hpc_rl.host.installation import install_command
 from hpc_rl.run_dir import RunDir
 
 if TYPE_CHECKING:
@@ -118,13 +116,10 @@ def export(
 
     folder = Path(source) if Path(source, "trainer.json").is_file() else find_run(source).path
     refuse_occupied(out)  # before imports that take many seconds
-    try:
-        from hpc_rl.training.checkpoints.export import export as export_model
-    except ModuleNotFoundError as error:
-        raise UserError(
-            f"export needs {error.name}, which is not installed: {install_command('train', sys.executable)}"
-        ) from error
+    continue_in_job_python("export", ("torch", "transformers", "safetensors"))
     from transformers.utils import logging
+
+    from hpc_rl.training.checkpoints.export import export as export_model
 
     logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     export_model(folder, out, dtype, merge)

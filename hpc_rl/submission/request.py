@@ -14,6 +14,7 @@ from hpc_rl.config.job import JobConfig
 from hpc_rl.config.kinds import KINDS
 from hpc_rl.errors import UserError
 from hpc_rl.run_dir import ENV_RUN_DIR, RunDir
+from hpc_rl.runs.models import models_of_runs
 from hpc_rl.runs.status import ROOT
 from hpc_rl.sites.profile import load_profile
 from hpc_rl.slurm.commands import NodeListing
@@ -80,7 +81,8 @@ def plan(request: Request, taken: frozenset[str] = frozenset(), nodes: NodeListi
         )
     devices = Devices(request.local, nodes)
     on_test_partition = request.is_test and "slurm.partition" not in request.settings
-    fill_in = [*([_choose_test_partition] if on_test_partition else []), devices.fill_in]
+    models = models_of_runs(may_come=request.after is not None)
+    fill_in = [models, *([_choose_test_partition] if on_test_partition else []), devices.fill_in]
     site = load_profile(request.site).values
     config = compose(request.kind, request.overrides, request.settings, site, fill_in, request.flags)
     return job_of(request, config, taken, devices)

@@ -28,7 +28,7 @@ from hpc_rl.host.safetensors_header import shapes
 from hpc_rl.host.vocabulary import ROLES, other_special_tokens, role_difference, vocabulary_difference
 from hpc_rl.submission.after import is_coming
 from hpc_rl.submission.hub import HubCache
-from hpc_rl.submission.preflight.hub_names import not_cached, refuse_mistyped
+from hpc_rl.submission.preflight.hub_names import look_up, not_cached, refuse_mistyped
 
 _HUB_NAME = re.compile(r"[\w-][\w.-]*(/[\w.-]+)?")
 
@@ -58,11 +58,11 @@ def check_model_path(
             raise UserError(f"{key} {path}: there is no such folder, and this is not the name of a model on the hub")
         if (full := path_of_choice("model", path)) not in (None, path):
             raise UserError(f"{key} {path} is a short name, which only model={path} takes: write {full}")
-        if cache.model_folder(path) is None:
+        if (in_cache := cache.model_folder(path)) is None:
             refuse_mistyped(f"{key} {path}", path, folders_only=True)
         if cache.offline:
             raise UserError(not_cached(f"{key} {path}", path, cache.models, cache.offline))
-        return f"model {path} is a name on the hub: it is looked up when the job starts"
+        return None if in_cache else look_up(f"{key} {path}", path, "model", cache)
     try:
         _check_folder(f"{key} {path}", folder, "" if Path(path).is_dir() else f": hpc-rl fetch {path}", with_weights)
     except OSError as error:
@@ -251,6 +251,8 @@ def check_chat_template(model: ModelSource, data: FinetuneDataConfig | PromptCon
             raise UserError(f"model.tokenizer_path {name}: there is no such folder, and this is not a name on the hub")
         if cache.offline:
             raise UserError(not_cached(f"model.tokenizer_path {name}", name, cache.models, cache.offline))
+        if cache.model_folder(name) is None:
+            look_up(f"model.tokenizer_path {name}", name, "model", cache)
         return
     if not any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")):
         raise UserError(f"{folder} has no tokenizer; set model.tokenizer_path")
