@@ -161,7 +161,7 @@ class _Hub(BaseHTTPRequestHandler):
         self.end_headers()
         self.wfile.write(b"{}")
 
-    do_HEAD = do_GET  # noqa: N815 - the names are those of http.server
+    do_HEAD = do_GET
 
     def log_message(self, format: str, *args: object) -> None: ...
 

@@ -108,6 +108,18 @@ def find_run(target: str) -> RunDir:
     )
 
 
+def newest_run() -> str:
+    """Return the path of the run below ./runs that was submitted last.
+
+    Raises:
+        UserError: there is none.
+    """
+    jobs = [job for path in runs_below(ROOT) if (job := RunDir(path).job).is_file()]
+    if not jobs:
+        raise UserError(f"no run was submitted from here: {ROOT.absolute()} has none; name a run directory or a job id")
+    return str(max(jobs, key=lambda job: job.stat().st_mtime_ns).parent)
+
+
 def is_run(path: Path) -> bool:
     return any((path / mark).is_file() for mark in MARKS)
 

@@ -69,7 +69,7 @@ def planned_config(request: Request) -> JobConfig:
     """
     site = load_profile(request.site).values
     fill_in = [models_of_runs(may_come=True), _placeholders(request.kind), Devices().fill_in]
-    return compose(request.kind, request.overrides, request.settings, site, fill_in)
+    return compose(request.kind, request.overrides, request.settings, site, fill_in, request.typed)
 
 
 def shapes_of(config: Planned, ask_hub: bool) -> dict[str, Shape]:

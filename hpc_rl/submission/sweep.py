@@ -61,7 +61,9 @@ def plan(request: Request, max_parallel: int | None) -> Plan:
     site = load_profile(request.site).values
     swept = [point.overrides for point in points]
     models = models_of_runs(may_come=request.after is not None)
-    configs = compose_each(request.kind, common, swept, request.settings, site, [models, devices.fill_in])
+    configs = compose_each(
+        request.kind, common, swept, request.settings, site, [models, devices.fill_in], request.typed
+    )
     stem = free_name(f"{request.kind}-sweep")
     first = job_of(request, configs[0], frozenset(), devices)
     sweep = SweepDir((request.run_dir or ROOT / (configs[0].slurm.job_name or stem)).absolute())
