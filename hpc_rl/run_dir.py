@@ -187,6 +187,11 @@ class RunDir:
         """lost-nodes: the nodes that jobs of this run lost. One line for each time: job, attempt, nodes."""
         return self.path / "lost-nodes"
 
+    @property
+    def cancelled(self) -> Path:
+        """.cancelled: the id of the job that this user cancelled last."""
+        return self.path / ".cancelled"
+
     def holder(self) -> str | None:
         """Return the id of the job that holds the lock; None if there is none, or the file system has no locks."""
         try:

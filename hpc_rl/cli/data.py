@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from hpc_rl.cli.app import RunArgument, SiteOption, app, leave, one_of
+from hpc_rl.cli.app import RunArgument, SiteOption, app, continue_in_job_python, leave, one_of
 from hpc_rl.cli.paths import path
 from hpc_rl.errors import UserError
 from hpc_rl.host.counted import counted
@@ -47,7 +47,7 @@ def check(
     model: Annotated[
         str | None,
         typer.Option(
-            help="Model whose tokenizer and chat template are used: a folder, or a name on the hub. "
+            help="Model whose tokenizer and chat template are used: a run, a folder, or a name on the hub. "
             "The default is model.path of the configuration.",
             show_default=False,
         ),
@@ -72,10 +72,12 @@ def check(
     from hpc_rl.config.finetune import FinetuneConfig
     from hpc_rl.config.ppo import PpoConfig
     from hpc_rl.data.check import check_data, check_rows
+    from hpc_rl.runs.models import model_for
     from hpc_rl.sites.profile import load_profile
     from hpc_rl.submission.hub import hub_cache
 
     profile = load_profile(site).values
+    model = model and model_for("--model", model, may_come=False)
     has_model = model is not None or "model.path" not in compose_partly(kind, overrides or [], profile)[1]
     settings = {"data.train_files": [file], **({} if model is None and has_model else {"model.path": model or "none"})}
     config = compose(kind, overrides or [], {**settings, **_UNREAD[kind]}, profile)
@@ -84,6 +86,8 @@ def check(
         print(check_rows(file, config.data))
         print("To see a row as tokens, name a model: --model FOLDER_OR_NAME")
         return
+    if config.slurm.python is not None and Path(config.slurm.python).exists():
+        continue_in_job_python("data check", ("transformers",), config.slurm.python)
     name = config.model.tokenizer_path or config.model.path
     folder = Path(name).expanduser() if Path(name).expanduser().is_dir() else hub_cache(config).model_folder(name)
     for line in check_data(file, row, config.data, config.model, folder):
@@ -102,8 +106,13 @@ def gsm8k(
 
     Example: hpc-rl data gsm8k --source openai/gsm8k:main --out data/gsm8k
     """
+    from hpc_rl.data.formats import is_file
     from hpc_rl.data.gsm8k import prepare
 
+    if not Path(source).expanduser().is_dir() and not is_file(source):
+        continue_in_job_python("data gsm8k", ("datasets",))
+    elif source.endswith(".parquet"):
+        continue_in_job_python("data gsm8k", ("pyarrow",))
     _print_counts(out, prepare(source, out))
 
 

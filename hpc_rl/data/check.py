@@ -76,7 +76,8 @@ def check_data(file: str, number: int, data: AnyData, model: ModelConfig, folder
             ) from error
         yield f"row {number} as text, rendered with the chat template:"
         yield from _layout(_text_parts(row, where, data, folder))
-        yield f"The tokens are not shown, because {sys.executable} has no {error.name}. To install it:"
+        yield f"The tokens are not shown, because {sys.executable} has no {error.name}. Set slurm.python in the site"
+        yield "profile to a Python that has it, or install it:"
         yield install_command("train", sys.executable)
     else:
         yield from _describe_tokens(row, number, where, data, tokenizer)

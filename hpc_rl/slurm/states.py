@@ -61,6 +61,8 @@ class JobState:
     """As a shell shows it: 128 + n if signal n ended the job. None before the end."""
     stdout: str = ""
     """Path of the job's log, if Slurm reports it."""
+    cancelled_by: int | None = None
+    """Id of the user who cancelled the job, if accounting reports it."""
     expected_start: str = ""
     """Slurm's estimate for a pending job, ISO 8601 in the controller's time zone; empty if it has none."""
 
@@ -83,7 +85,9 @@ def sacct_states(text: str) -> dict[str, JobState]:
         if len(fields) == 5:
             state = plain_state(fields[1])
             exit_code = exit_code_of(fields[2]) if state in ENDED else None
-            one = JobState(state, _nodes(fields[3]), _reason(fields[4], fields[2]), exit_code)
+            by = re.fullmatch(r"CANCELLED by (\d+)", fields[1])
+            user = int(by[1]) if by else None
+            one = JobState(state, _nodes(fields[3]), _reason(fields[4], fields[2]), exit_code, cancelled_by=user)
             found |= dict.fromkeys(_array_tasks(fields[0]), one)
     return found
 

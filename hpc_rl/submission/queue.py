@@ -126,6 +126,7 @@ def record(job: Job, job_id: str, place: Place | None = None, **more: object) ->
         "submitted": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
         "command": list(job.command),
         "working_dir": str(job.working_dir),
+        "data": job.data_state,
         **job.facts,
         **more,
     }

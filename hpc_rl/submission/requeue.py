@@ -21,6 +21,7 @@ from hpc_rl.slurm.states import ENDED
 from hpc_rl.submission import queue
 from hpc_rl.submission.after import afterok, find_after_again
 from hpc_rl.submission.directives import environment_notes
+from hpc_rl.submission.resuming import check_again, start_of
 
 
 def requeue(run: RunDir) -> str:
@@ -60,13 +61,14 @@ def _requeue(run: RunDir) -> str:
             f"on a file system that the nodes share, or with {_place(run)} if they see this one"
         )
     after = find_after_again([run])
+    notes = check_again([run])
     run.stop.unlink(missing_ok=True)
     queued = queue.queue_after(script, after, place=place_of(run))
     queue.record_again(run, queued)
     queue.record_code([run])
     waits = f" after job {', '.join(after.job_ids)}" if after and after.job_ids else ""
-    submitted = f"submitted job {queued.job_id}{waits}: run {run.name} will resume (previous state: {now.state})"
-    return "\n".join([submitted, *environment_notes(os.environ, run.script.read_text())])
+    submitted = f"submitted job {queued.job_id}{waits}: run {run.name} {start_of(run)} (previous state: {now.state})"
+    return "\n".join([submitted, *notes, *environment_notes(os.environ, run.script.read_text())])
 
 
 def refuse_edited_settings(run: RunDir) -> None:
@@ -155,6 +157,7 @@ def _requeue_pipeline(pipeline: RunSet) -> str:
     before, again = found[:first], [now for now in found[first:] if now.state != "COMPLETED"]
     _refuse_blocked(pipeline, before, again)
     scripts = [_script_of_stage(pipeline, now) for now in again]
+    check_again([run_of(now) for now in again], coming=pipeline.runs())
     after = None if before else find_after_again([run_of(found[0])])
     options = after.sbatch_options if after else afterok([str(now.job_id) for now in before[-1:] if now.active])
     place = place_of(run_of(found[0]))
@@ -272,6 +275,7 @@ def _requeue_sweep(sweep: SweepDir) -> str:
         run_of(now).check_owner()
         refuse_edited_settings(run_of(now))
         _own_script(run_of(now).script)
+    notes = check_again([run_of(now) for now in again.values()])
     limit = re.search(r"^#SBATCH --array=\S*?(%\d+)$", script, re.MULTILINE)
     after = find_after_again(sweep.runs())
     for now in again.values():
@@ -283,7 +287,7 @@ def _requeue_sweep(sweep: SweepDir) -> str:
     queue.record_code([run_of(now) for now in again.values()])
     before = states(again.values())
     submitted = (
-        f"submitted job {queued.job_id}: {len(again)} of {len(found)} runs of sweep {sweep.name} will resume "
+        f"submitted job {queued.job_id}: {len(again)} of {len(found)} runs of sweep {sweep.name} are queued again "
         f"(previous states: {before})"
     )
-    return "\n".join([submitted, *environment_notes(os.environ, script)])
+    return "\n".join([submitted, *notes, *environment_notes(os.environ, script)])

@@ -109,7 +109,7 @@ def test_a_sweep_is_stopped_attached_to_queued_again_and_cancelled(workspace: Wo
     array = str(workspace.status("wait_3")["job_id"]).partition("_")[0]
 
     said = workspace.ok("requeue", "wait")
-    assert "3 of 3 runs of sweep wait will resume (previous states: 2 CANCELLED, 1 STOPPED)" in said
+    assert "3 of 3 runs of sweep wait are queued again (previous states: 2 CANCELLED, 1 STOPPED)" in said
     wait_for_line(workspace, sweep / "wait_1", "attempt 2 with 7")
     again = str(workspace.status("wait_3")["job_id"])
     assert again.endswith("_3") and not again.startswith(f"{array}_")
@@ -118,7 +118,9 @@ def test_a_sweep_is_stopped_attached_to_queued_again_and_cancelled(workspace: Wo
     assert "has no job to cancel: 3 CANCELLED" in workspace.ok("cancel", "wait")
 
     (sweep / "wait_2" / "go").touch()
-    assert "run wait_2 will resume (previous state: CANCELLED)" in workspace.ok("requeue", "wait_2")
+    assert "run wait_2 starts again, and resumes if your program does (previous state: CANCELLED)" in workspace.ok(
+        "requeue", "wait_2"
+    )
     wait_for_states(workspace, "wait", "CANCELLED", "COMPLETED", "CANCELLED")
     assert "has nothing to resume: its state is COMPLETED" in workspace.ok("requeue", "wait_2")
 
