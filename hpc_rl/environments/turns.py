@@ -85,11 +85,13 @@ class Turns:
         Args:
             sampled_ids: with the end-of-turn token if the model wrote it; without it if the turn was cut off.
         """
-        ending = self._ending_ids
+        ending, added = self._ending_ids, self._encode(self._added_text(self._harmless(observation)))
+        if not ending and sampled_ids and added[:1] == [sampled_ids[-1]]:
+            return added[1:]  # the model ended its turn with the token that begins the observation
         written = next(
             (count for count in range(len(ending), 0, -1) if list(sampled_ids[-count:]) == ending[:count]), 0
         )
-        return ending[written:] + self._encode(self._added_text(self._harmless(observation)))
+        return ending[written:] + added
 
     def _added_text(self, observation: Sequence[Message]) -> str:
         """Return the text between the end of the assistant's turn and the start of its next one."""
