@@ -66,7 +66,9 @@ class Turns:
         self._tokenizer, self._template = tokenizer, template
         self._schemas, self._variables = schemas, dict(variables or {})
         self._ending_ids = self._encode(self._ending())
-        added = [token for token in tokenizer.get_added_vocab() if token.startswith("<") and token.endswith(">")]
+        added = [
+            token for token in tokenizer.get_added_vocab() if len(token) > 1 and not token.isalnum() and token.strip()
+        ]
         self._marks = sorted({*filter(None, tokenizer.all_special_tokens), *added}, key=len, reverse=True)
         for role in observed:
             self._check(role, thinking)

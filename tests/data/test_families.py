@@ -30,6 +30,7 @@ from hpc_rl.errors import UserError
 from tests.data.families import FAMILIES, Family
 
 GOLDEN = Path(__file__).with_name("golden_templates")
+PAGE = Path(__file__).parents[2] / "docs" / "chat-templates.md"
 CALL = {"id": "call00001", "type": "function", "function": {"name": "add", "arguments": {"a": 1, "b": 2}}}
 RESULT = {"role": "tool", "content": "3", "name": "add", "tool_call_id": "call00001"}
 THOUGHT = "<think>\nHm.\n</think>\n\n"
@@ -213,3 +214,24 @@ def test_the_stored_tokens(name: str, trained: Tokenizer) -> None:
         assert tokenizer.apply_chat_template(messages, tokenize=False) == tokenizer_of(
             family, trained
         ).apply_chat_template(messages, tokenize=False)
+
+
+def test_the_page_shows_the_table() -> None:
+    """docs/chat-templates.md has what the golden files have."""
+    lines = [
+        "| family | trained of one answer | a response ends at | earlier turns | shapes of rows that are refused |"
+    ]
+    lines.append("| --- | --- | --- | --- | --- |")
+    for name, family in FAMILIES.items():
+        golden = json.loads((GOLDEN / f"{name}.json").read_text())
+        refused = [shape for shape, found in golden.items() if found["sft"].startswith("refused")]
+        ends = " ".join(f"`{token}`" for token in family.ends.split()) or "the tokenizer's own token"
+        earlier = "as if they were the last" if family.rewrites else "as the template has them"
+        trained_one = json.dumps(family.answer, ensure_ascii=False)[1:-1]
+        cells = [name, f"`{trained_one}`", ends, earlier, ", ".join(refused) or "none"]
+        lines.append(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |")
+    begin, end = "<!-- table of families -->\n", "\n<!-- end of the table -->"
+    before, _, rest = PAGE.read_text().partition(begin)
+    if os.environ.get("UPDATE_GOLDEN"):
+        PAGE.write_text(f"{before}{begin}" + "\n".join(lines) + f"{end}{rest.partition(end)[2]}")
+    assert PAGE.read_text().partition(begin)[2].partition(end)[0] == "\n".join(lines)
