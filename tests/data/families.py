@@ -76,8 +76,8 @@ QWEN35_SAID = (
     f"{THOUGHT}{{% if loop.index0 > at.user %}}<think>\n{{{{ thought }}}}\n</think>\n\n{{% endif %}}{{{{ said }}}}"
 )
 NEMOTRON3_SAID = (
-    f"{THOUGHT}{{% if thought and loop.index0 > at.user %}}<think>\n{{{{ thought }}}}\n</think>\n"
-    "{% else %}<think></think>{% endif %}{{ said }}"
+    f"{THOUGHT}{{% if thought and loop.index0 > at.user %}}{{{{ m.content.strip() if '</think>' in m.content else "
+    "'<think>\\n' + thought + '\\n</think>\\n' + said }}{% else %}<think></think>{{ said.rstrip() }}{% endif %}"
 )
 LLAMA3 = (f"<|start_header_id|>{role}<|end_header_id|>\n\n" for role in ("system", "user", "assistant"))
 HEADERS = tuple(LLAMA3)
@@ -247,7 +247,7 @@ FAMILIES = {
         GEMMA_TOKENS, "A1<end_of_turn>", "<end_of_turn>", "\n\n <table>", "<eos>", "<bos>",
     ),
     "gemma3": Family(
-        GEMMA.replace("user\n", "user\n{% if loop.index0 == 1 and messages[0].role == 'system' %}"
+        ALTERNATE + GEMMA.replace("user\n", "user\n{% if loop.index0 == 1 and messages[0].role == 'system' %}"
                       "{{ messages[0].content }}\n\n{% endif %}").replace("{{ m.content | trim }}<end_of_turn>\n", "", 1),
         GEMMA_TOKENS, "A1<end_of_turn>", "<end_of_turn>", "\n\n <table>", "<eos>", "<bos>",
     ),
