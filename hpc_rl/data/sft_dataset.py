@@ -12,7 +12,8 @@ from numpy.typing import NDArray
 
 from hpc_rl.config.finetune import FinetuneDataConfig
 from hpc_rl.config.sft import DataConfig
-from hpc_rl.data.chat import chat_template, render
+from hpc_rl.data.assistant_text import ChatText
+from hpc_rl.data.chat import chat_template, render, turn_ends
 from hpc_rl.data.formats import Row
 from hpc_rl.data.rows import Message, to_messages
 from hpc_rl.data.sources import BLOCK_ROWS, chunks
@@ -112,14 +113,17 @@ def encoder(tokenizer: PreTrainedTokenizerBase, data: FinetuneDataConfig) -> Enc
         raise UserError(
             f"the tokenizer {tokenizer.name_or_path!r} has no fast version (tokenizer.json), which training needs"
         )
-    encode = _encode_marked if marks_generation(template) else _encode_rendered
-    return lambda chats: encode(tokenizer, template, chats)
+    if marks_generation(template):
+        return lambda chats: _encode_marked(tokenizer, template, chats)
+    ends = turn_ends(tokenizer, template)
+    return lambda chats: _encode_rendered(
+        tokenizer, [render(tokenizer, template, messages, where, ends) for messages, where in chats]
+    )
 
 
 def _encode_rendered(
-    tokenizer: PreTrainedTokenizerBase, template: str, chats: list[tuple[list[Message], str]]
+    tokenizer: PreTrainedTokenizerBase, texts: list[ChatText]
 ) -> Iterator[tuple[NDArray[np.int32], NDArray[np.bool_]]]:
-    texts = [render(tokenizer, template, messages, where) for messages, where in chats]
     encoded = dict(tokenizer([chat.text for chat in texts], add_special_tokens=False, return_offsets_mapping=True))
     for chat, ids, offsets in zip(texts, encoded["input_ids"], encoded["offset_mapping"], strict=True):
         starts, ends = np.asarray(offsets, dtype=np.int64).reshape(-1, 2).T
