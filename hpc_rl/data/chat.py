@@ -17,8 +17,9 @@ from jinja2 import TemplateError
 
 from hpc_rl.config.finetune import FinetuneDataConfig
 from hpc_rl.config.prompts import PromptConfig
-from hpc_rl.data.rows import Message
+from hpc_rl.data.messages import NO_EXTRAS, Extras, Message
 from hpc_rl.data.template import check_template, read_template
+from hpc_rl.data.template_forms import forms_of
 from hpc_rl.errors import UserError
 
 if TYPE_CHECKING:
@@ -54,7 +55,9 @@ def chat_template(tokenizer: PreTrainedTokenizerBase, data: FinetuneDataConfig |
     return template
 
 
-def render(tokenizer: PreTrainedTokenizerBase, template: str, messages: list[Message], where: str) -> ChatText:
+def render(
+    tokenizer: PreTrainedTokenizerBase, template: str, messages: list[Message], where: str, added: Extras = NO_EXTRAS
+) -> ChatText:
     """Render a conversation with a template that has no generation marks, and find the assistant's text.
 
     Args:
@@ -65,7 +68,7 @@ def render(tokenizer: PreTrainedTokenizerBase, template: str, messages: list[Mes
     """
 
     def text_of(part: list[Message], generation_prompt: bool) -> str:
-        return as_text(tokenizer, template, part, where, generation_prompt)
+        return as_text(tokenizer, template, part, where, generation_prompt, added.tools, added.variables)
 
     return find_spans(text_of, messages, tokenizer.all_special_tokens, where)
 
@@ -134,7 +137,7 @@ def as_text(
     """
     try:
         text = tokenizer.apply_chat_template(
-            messages,
+            forms_of(template).fitted(messages),
             chat_template=template,
             tools=list(tools) or None,
             tokenize=False,

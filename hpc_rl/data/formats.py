@@ -13,12 +13,21 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from itertools import count, groupby, repeat
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from hpc_rl.data.arrow_values import decoders
 from hpc_rl.errors import UserError
 from hpc_rl.host.large_files import check_parquet, refuse_pointer
 
+if TYPE_CHECKING:
+    from pyarrow import RecordBatch
+
 Row = dict[str, Any]
+OPTIONAL_COLUMNS = (
+    *("tools", "functions", "chat_template_kwargs", "enable_thinking", "system", "input", "history"),
+    *("images", "image", "videos", "video", "audios", "audio", "parallel_tool_calls", "margin"),
+)
+"""Columns that change what a row means. They are read besides those that the caller needs."""
 Wanted = Callable[[int], bool]
 """Number of a row in its file, from 0 -> whether the caller needs it."""
 Reader = Callable[[Path, Wanted, Sequence[str]], Iterator[Row | None]]
@@ -237,11 +246,16 @@ def _parquet_rows(path: Path, wanted: Wanted, columns: Sequence[str]) -> Iterato
             first = 0
             for batch in file.iter_batches(batch_size=1024, columns=needed(columns, file.schema_arrow.names)):
                 for is_wanted, start, length in runs(first, first + batch.num_rows, wanted):
-                    rows = batch.slice(start - first, length).to_pylist() if is_wanted else repeat(None, length)
-                    yield from rows
+                    yield from _batch_rows(batch.slice(start - first, length)) if is_wanted else repeat(None, length)
                 first += batch.num_rows
     except (pyarrow.ArrowException, OSError) as error:
         raise UserError(f"{path}: not readable as parquet ({str(error).splitlines()[0]})") from error
+
+
+def _batch_rows(batch: RecordBatch) -> Iterator[Row]:
+    decode = decoders(batch.schema)
+    for row in batch.to_pylist():
+        yield row | {name: one(row[name]) for name, one in decode.items()}
 
 
 def needed(columns: Sequence[str], known: Sequence[str]) -> list[str] | None:
@@ -249,7 +263,9 @@ def needed(columns: Sequence[str], known: Sequence[str]) -> list[str] | None:
 
     All are read if one that the caller needs is missing, because the message about it lists those that exist.
     """
-    return list(columns) if columns and set(columns) <= set(known) else None
+    if not columns or not set(columns) <= set(known):
+        return None
+    return [*columns, *(name for name in OPTIONAL_COLUMNS if name in known and name not in columns)]
 
 
 def runs(start: int, end: int, wanted: Wanted) -> Iterator[tuple[bool, int, int]]:
@@ -271,5 +287,12 @@ FORMATS: dict[str, Reader] = {
 
 def kind_of(value: Any) -> str:
     """Describe a JSON value for an error message: "text", "a list", ..."""
-    names = {type(None): "null", str: "text", list: "an empty list" if value == [] else "a list", dict: "an object"}
+    names = {
+        type(None): "null",
+        str: "text",
+        list: "an empty list" if value == [] else "a list",
+        dict: "an object",
+        bool: "true or false",
+        bytes: "bytes",
+    }
     return names.get(type(value), "a number")

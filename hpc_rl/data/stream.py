@@ -21,6 +21,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from hpc_rl.data.arrow_values import as_written
 from hpc_rl.data.formats import Row, needed
 from hpc_rl.data.hub import library, parts_of, split_of
 from hpc_rl.data.sources import BLOCK_ROWS
@@ -267,8 +268,9 @@ def write_window(stream: Stream, order: Order) -> Written:
 
 
 def _line(row: Row) -> bytes:
-    """Return a row as JSON. Values such as images and dates become null, which training refuses where it reads them."""
-    return json.dumps(row, ensure_ascii=False, default=lambda _: None).encode() + b"\n"
+    """Return a row as JSON. Values such as images become null, which training refuses where it reads them."""
+    found = {name: as_written(value) for name, value in row.items()}
+    return json.dumps(found, ensure_ascii=False, default=lambda _: None).encode() + b"\n"
 
 
 class _Repeated(logging.Handler):
