@@ -9,23 +9,24 @@ import json
 import os
 import sys
 import textwrap
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from hpc_rl.config.preferences import PreferenceDataConfig
 from hpc_rl.config.prompts import PromptConfig
 from hpc_rl.config.sft import DataConfig
 from hpc_rl.config.training import ModelConfig
 from hpc_rl.data import template
-from hpc_rl.data.chat import find_spans
+from hpc_rl.data.assistant_text import find_spans, remarks
 from hpc_rl.data.formats import Row
 from hpc_rl.data.preference_rows import PairRow, to_preference
 from hpc_rl.data.row_checks import AnyData, check_row
 from hpc_rl.data.rows import Message, to_messages, to_prompt
 from hpc_rl.data.sources import all_rows
+from hpc_rl.data.turn_ends import find_ends
 from hpc_rl.errors import UserError
 from hpc_rl.host.counted import counted
 from hpc_rl.host.hub import loading_problem
@@ -74,6 +75,7 @@ def check_data(file: str, number: int, data: AnyData, model: ModelConfig, folder
                 f"model.path {model.path} is a name on the hub, and {sys.executable} has no {error.name} to load its "
                 f"tokenizer: give a folder, or run\n{install_command('train', sys.executable)}"
             ) from error
+        yield from _remarks(data, folder)
         yield f"row {number} as text, rendered with the chat template:"
         yield from _layout(_text_parts(row, where, data, folder))
         yield f"The tokens are not shown, because {sys.executable} has no {error.name}. To install it:"
@@ -131,9 +133,12 @@ def _load_tokenizer(model: ModelConfig, folder: Path | None) -> PreTrainedTokeni
 def _describe_tokens(
     row: Row, number: int, where: str, data: AnyData, tokenizer: PreTrainedTokenizerBase
 ) -> Iterator[str]:
+    from hpc_rl.data.chat import chat_template, template_remarks
     from hpc_rl.data.prompts import prompt_tokenizer
     from hpc_rl.data.sft_dataset import chat_tokenizer
 
+    tokenizer.chat_template = chat_template(tokenizer, data)
+    yield from template_remarks(tokenizer, learns=not isinstance(data, PromptConfig))
     if isinstance(data, PromptConfig):
         prompts, prompt_counts = prompt_tokenizer(data, tokenizer)([(row, where)])
         length = counted(prompt_counts.shortest, "token")
@@ -190,19 +195,29 @@ def _token_parts(sample: Sample, tokenizer: PreTrainedTokenizerBase) -> Iterator
         yield Part(loss, [tokenizer.decode([token]) for _, token in run])
 
 
+def _template(data: AnyData, folder: Path) -> str:
+    """Read the chat template without transformers. Raises UserError if the folder has none."""
+    if data.chat_template is not None:
+        source: str | None = template.read_template(Path(data.chat_template).expanduser(), "data.chat_template")
+    else:
+        source = template.stored_template(folder)
+    if source is None:
+        raise UserError(f"{folder} has no chat template: set data.chat_template to a file with one")
+    return template.with_variables(source, data.chat_template_kwargs)
+
+
+def _remarks(data: AnyData, folder: Path) -> list[str]:
+    added, special = template.added_tokens(folder), template.special_tokens(folder)
+    return remarks(_template(data, folder), added, special, not isinstance(data, PromptConfig))
+
+
 def _text_parts(row: Row, where: str, data: AnyData, folder: Path) -> list[Part]:
     """Render a row without transformers.
 
     Raises:
         UserError: the folder has no chat template, or the template rejects the row.
     """
-    if data.chat_template is not None:
-        source = template.read_template(Path(data.chat_template).expanduser(), "data.chat_template")
-    else:
-        stored = template.stored_template(folder)
-        if stored is None:
-            raise UserError(f"{folder} has no chat template: set data.chat_template to a file with one")
-        source = stored
+    source = _template(data, folder)
     special = template.special_tokens(folder)
 
     def text_of(messages: list[Message], generation_prompt: bool) -> str:
@@ -219,22 +234,14 @@ def _text_parts(row: Row, where: str, data: AnyData, folder: Path) -> list[Part]
     if template.marks_generation(source):
         text, spans = template.render_marked(source, messages, where, special)
     else:
-        chat = find_spans(text_of, messages, _all_special(folder, special), where)
+        ends = find_ends(text_of, template.added_tokens(folder), special.get("bos_token"))
+        chat = find_spans(text_of, messages, ends, where)
         text, spans = chat.text, chat.spans
     parts, at = [], 0
     for start, end in spans:
         parts += [Part(False, [text[at:start]]), Part(True, [text[start:end]])]
         at = end
     return [part for part in [*parts, Part(False, [text[at:]])] if part.pieces != [""]]
-
-
-def _all_special(folder: Path, named: Mapping[str, str]) -> set[str]:
-    """Return every special token of a tokenizer, also those without a name."""
-    try:
-        added: list[dict[str, Any]] = json.loads((folder / "tokenizer.json").read_text())["added_tokens"]
-    except (OSError, ValueError, KeyError):
-        added = []
-    return {*named.values(), *(token["content"] for token in added if token.get("special"))}
 
 
 def _layout(parts: Iterable[Part]) -> Iterator[str]:

@@ -14,7 +14,8 @@ from numpy.typing import NDArray
 
 from hpc_rl.config.finetune import FinetuneDataConfig
 from hpc_rl.config.sft import DataConfig
-from hpc_rl.data.chat import as_text, chat_template, render
+from hpc_rl.data.assistant_text import ChatText
+from hpc_rl.data.chat import as_text, chat_template, render, turn_ends
 from hpc_rl.data.formats import Row
 from hpc_rl.data.messages import TRAIN, Chat, Extras, Message, extras
 from hpc_rl.data.rows import to_messages
@@ -141,10 +142,15 @@ def encoder(tokenizer: PreTrainedTokenizerBase, data: FinetuneDataConfig) -> Enc
         raise UserError(
             f"the tokenizer {tokenizer.name_or_path!r} has no fast version (tokenizer.json), which training needs"
         )
-    tokens_of = _encode_marked if marks_generation(template) else _encode_rendered
+    ends = None if marks_generation(template) else turn_ends(tokenizer, template)
+
+    def tokens_of(chats: list[Chat]) -> Iterator[_Tokens]:
+        if ends is None:
+            return _encode_marked(tokenizer, template, chats)
+        return _encode_rendered(tokenizer, [render(tokenizer, template, chat, ends) for chat in chats])
 
     def encode(chats: list[Chat]) -> Iterator[Encoded]:
-        for chat, (ids, mask, text) in zip(chats, tokens_of(tokenizer, template, chats), strict=True):
+        for chat, (ids, mask, text) in zip(chats, tokens_of(chats), strict=True):
             unused = unused_of(tokenizer, template, chat, text)
             yield Encoded(ids, _without_excluded(mask, chat), unused)
 
@@ -179,8 +185,7 @@ def _without_excluded(mask: NDArray[np.bool_], chat: Chat) -> NDArray[np.bool_]:
     return mask & np.asarray(learned)[turn]
 
 
-def _encode_rendered(tokenizer: PreTrainedTokenizerBase, template: str, chats: list[Chat]) -> Iterator[_Tokens]:
-    texts = [render(tokenizer, template, *chat) for chat in chats]
+def _encode_rendered(tokenizer: PreTrainedTokenizerBase, texts: list[ChatText]) -> Iterator[_Tokens]:
     encoded = dict(tokenizer([chat.text for chat in texts], add_special_tokens=False, return_offsets_mapping=True))
     for chat, ids, offsets in zip(texts, encoded["input_ids"], encoded["offset_mapping"], strict=True):
         starts, ends = np.asarray(offsets, dtype=np.int64).reshape(-1, 2).T

@@ -43,6 +43,17 @@ def marks_generation(template: str) -> bool:
     return _GENERATION.search(template) is not None
 
 
+def with_variables(template: str, variables: Mapping[str, Any]) -> str:
+    """Return a template in which variables have values unless they are set. An exported model keeps them this way."""
+    defaults = (
+        f"{{%- if {name} is not defined %}}{{%- set {name} = {value!a} %}}{{%- endif %}}"
+        for name, value in variables.items()
+    )
+    # Without the empty text, Jinja would remove a line break with which the template begins.
+    prefix = "".join(defaults) + "{{ '' }}" if variables else ""
+    return template if template.startswith(prefix) else prefix + template
+
+
 def check_template(template: str, where: str) -> None:
     """Compile a chat template with the extensions that transformers offers to templates.
 
@@ -154,6 +165,13 @@ def read_template(path: Path, where: str = "") -> str:
         return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"{where or 'chat template'}: cannot read {path} ({error})") from error
+
+
+def added_tokens(folder: Path) -> dict[str, bool]:
+    """Read the added tokens of a tokenizer, each with whether it is special."""
+    added = _json_object(folder / "tokenizer.json").get("added_tokens")
+    found = {str(token.get("content")): bool(token.get("special")) for token in added or () if isinstance(token, dict)}
+    return {**found, **dict.fromkeys(special_tokens(folder).values(), True)}
 
 
 def special_tokens(folder: Path) -> dict[str, str]:

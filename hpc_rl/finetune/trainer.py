@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from hpc_rl.config.finetune import FinetuneConfig
-from hpc_rl.data.chat import chat_template
+from hpc_rl.data.chat import chat_template, template_remarks
 from hpc_rl.data.lazy import Item, Sizes, joined_sizes, sizes_of
 from hpc_rl.data.order import Position
 from hpc_rl.errors import EXIT_STOPPED, AgreedError, AgreedRunError
@@ -169,6 +169,8 @@ def load(config: FinetuneConfig, run: RunDir, world: World, objective: Objective
     tokenizer = world.together(lambda: load_tokenizer(config.model))
     # The exported model has this template too.
     tokenizer.chat_template = world.together(lambda: chat_template(tokenizer, config.data))
+    for line in template_remarks(tokenizer):
+        print_once(world, line)
     records = read_metrics(run.metrics) if world.is_main else []
     stopping = open_stopping(run, config.slurm.warning_s, records)
     sources = (run, world, stopping)
