@@ -80,7 +80,7 @@ def check(
     config = compose(kind, overrides or [], {**settings, **_UNREAD[kind]}, profile)
     assert isinstance(config, FinetuneConfig | PpoConfig)
     if not has_model:
-        print(check_rows(file, config.data))
+        print("\n".join(check_rows(file, config.data)))
         print("To see a row as tokens, name a model: --model FOLDER_OR_NAME")
         return
     name = config.model.tokenizer_path or config.model.path

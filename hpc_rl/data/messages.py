@@ -35,6 +35,9 @@ SYSTEM_KEY = "system"
 _TOOLS_KEYS = ("tools", "functions")
 _THINKING_KEY = "enable_thinking"
 _VARIABLES_KEY = "chat_template_kwargs"
+_OTHER_KEYS = ("parallel_tool_calls", "margin", "input", "history")
+READ_KEYS = (*_TOOLS_KEYS, _THINKING_KEY, _VARIABLES_KEY, SYSTEM_KEY)
+"""Columns that are read besides those that options name, if a row has them."""
 _MEDIA_KEYS = ("images", "image", "videos", "video", "audios", "audio")
 
 
@@ -96,6 +99,21 @@ def extras(row: Row, where: str) -> Extras:
     if isinstance(thinking := row.get(_THINKING_KEY), bool):
         variables = {_THINKING_KEY: thinking, **variables}
     return Extras([tool for key in _TOOLS_KEYS for tool in _tools(row.get(key), key, where)], dict(variables))
+
+
+def without_effect(row: Row, used: Sequence[str]) -> list[str]:
+    """Return the columns that change the meaning of a row elsewhere, but are not read here.
+
+    Args:
+        used: the columns that options name.
+    """
+    return [name for name in _OTHER_KEYS if row.get(name) and name not in used]
+
+
+def fields_without_effect(unused: Mapping[str, int]) -> list[str]:
+    """Describe the fields that are not in the text of chats, if there are any."""
+    found = ", ".join(f"{name} ({count:,})" for name, count in sorted(unused.items()))
+    return [f"fields without effect: {found}"] if found else []
 
 
 def with_system(messages: list[Message], row: Row, keys: Sequence[str | None]) -> list[Message]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -12,7 +11,7 @@ from numpy.typing import NDArray
 
 from hpc_rl.config.preferences import PreferenceDataConfig
 from hpc_rl.data.formats import Row
-from hpc_rl.data.messages import Chat, Extras, Message, extras
+from hpc_rl.data.messages import Chat, Extras, Message, extras, without_effect
 from hpc_rl.data.preference_rows import LabelledRow, PairRow, to_preference
 from hpc_rl.data.sft_dataset import Counts, Encoder, Sample, encoder
 from hpc_rl.data.sources import BLOCK_ROWS, chunks
@@ -53,6 +52,7 @@ def preference_tokenizer(
         for chunk in chunks(rows, BLOCK_ROWS):
             heart.beat()
             read = [(to_preference(row, data, where), where, extras(row, where)) for row, where in chunk]
+            counts.add_unused({}, (name for row, _ in chunk for name in without_effect(row, data.columns)))
             encoded = iter(_encoded(encode, read, counts))
             for row, _, _ in read:
                 samples = tuple(next(encoded) for _ in _chats(row))
@@ -83,7 +83,7 @@ def _encoded(
     ]
     begin = dict(zip(earlier, encode([prompts[index] for index in earlier]) if earlier else (), strict=True))
     for index, (ids, mask, unused) in enumerate(encode(chats)):
-        counts.unused = dict(Counter(counts.unused) + Counter(unused))
+        counts.add_unused(unused)
         if index in begin:
             mask[: _common_tokens(begin[index].ids, ids)] = False
         mask[:1] = False

@@ -13,9 +13,9 @@ from numpy.typing import NDArray
 from hpc_rl.config.prompts import PromptConfig
 from hpc_rl.data.chat import as_text, chat_template
 from hpc_rl.data.formats import Row
-from hpc_rl.data.messages import Chat, Extras, extras
+from hpc_rl.data.messages import Chat, Extras, extras, fields_without_effect
 from hpc_rl.data.rows import to_prompt, unlearned
-from hpc_rl.data.sft_dataset import not_rendered, unused_of
+from hpc_rl.data.sft_dataset import unused_of
 from hpc_rl.data.sources import BLOCK_ROWS, chunks
 from hpc_rl.errors import UserError
 from hpc_rl.host.counted import counted
@@ -48,7 +48,7 @@ class PromptCounts:
     dropped: int = 0
     """Prompts left out because they are longer than data.max_prompt_length."""
     unused: dict[str, int] = field(default_factory=dict)
-    """Fields that the chat template does not render, each with the number of messages that have it."""
+    """Fields that the chat template does not render, with their numbers."""
     shortest: int = field(default=0, compare=False)
     """Tokens of the shortest prompt, before any truncation."""
 
@@ -67,7 +67,7 @@ class PromptCounts:
         text = f"{counted(self.rows, 'prompt')}, {counted(self.tokens, 'token')}"
         lost = {"truncated": self.truncated, "too long, dropped": self.dropped}
         parts = [f"{count:,} {what}" for what, count in lost.items() if count]
-        return "; ".join([text, *parts, *not_rendered(self.unused)])
+        return "; ".join([text, *parts, *fields_without_effect(self.unused)])
 
 
 def prompt_tokenizer(

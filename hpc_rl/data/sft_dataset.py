@@ -17,7 +17,7 @@ from hpc_rl.config.sft import DataConfig
 from hpc_rl.data.assistant_text import ChatText
 from hpc_rl.data.chat import as_text, chat_template, render, turn_ends
 from hpc_rl.data.formats import Row
-from hpc_rl.data.messages import TRAIN, Chat, Extras, Message, extras
+from hpc_rl.data.messages import TRAIN, Chat, Extras, Message, extras, fields_without_effect, without_effect
 from hpc_rl.data.rows import to_messages
 from hpc_rl.data.sources import BLOCK_ROWS, chunks
 from hpc_rl.data.template import marks_generation
@@ -79,11 +79,15 @@ class Counts:
     equal: int = 0
     """Pairs left out because both responses are the same."""
     unused: dict[str, int] = field(default_factory=dict)
-    """Fields that the chat template does not render, each with the number of messages that have it."""
+    """Fields without effect on the text, such as those that the chat template does not render, with their numbers."""
 
     def __add__(self, other: Counts) -> Counts:
         numbers = {f.name: getattr(self, f.name) + getattr(other, f.name) for f in fields(Counts) if f.name != "unused"}
         return Counts(**numbers, unused=dict(Counter(self.unused) + Counter(other.unused)))
+
+    def add_unused(self, fields_: Mapping[str, int], columns: Iterable[str] = ()) -> None:
+        """Count fields and columns without effect."""
+        self.unused = dict(Counter(self.unused) + Counter(fields_) + Counter(columns))
 
     def __str__(self) -> str:
         text = f"{counted(self.rows, 'row')}, {counted(self.tokens, 'token')}, {self.target_tokens:,} of them targets"
@@ -94,14 +98,8 @@ class Counts:
             "with equal responses, dropped": self.equal,
         }
         return "; ".join(
-            [text, *(f"{count:,} {what}" for what, count in lost.items() if count), *not_rendered(self.unused)]
+            [text, *(f"{count:,} {what}" for what, count in lost.items() if count), *fields_without_effect(self.unused)]
         )
-
-
-def not_rendered(unused: Mapping[str, int]) -> list[str]:
-    """Describe the fields that a chat template leaves out, if there are any."""
-    found = ", ".join(f"{name} ({count:,})" for name, count in sorted(unused.items()))
-    return [f"not rendered by the chat template: {found}"] if found else []
 
 
 def chat_tokenizer(
@@ -123,9 +121,9 @@ def chat_tokenizer(
         for chunk in chunks(rows, BLOCK_ROWS):
             heart.beat()
             chats = [Chat(to_messages(row, data, where), where, extras(row, where)) for row, where in chunk]
-            for encoded in encode(chats):
+            for encoded, (row, _) in zip(encode(chats), chunk, strict=True):
                 samples.append(_fitted(encoded.ids, encoded.mask, data, counts))
-                counts.unused = dict(Counter(counts.unused) + Counter(encoded.unused))
+                counts.add_unused(encoded.unused, without_effect(row, data.columns))
         return samples, counts
 
     return tokenize

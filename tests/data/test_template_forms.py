@@ -117,7 +117,7 @@ def test_fields_that_a_template_leaves_out_are_counted(tokenizer: PreTrainedToke
     (_, _), counts = chat_tokenizer(DataConfig(train_files=["x.jsonl"]), tokenizer)([(row, "a"), (row, "b")])
     assert counts.unused == {name: 2 * number for name, number in expected.items()}
     shown = "name (4), reasoning_content (2), tool_call_id (2), tool_calls (2), tools (2)"
-    assert str(counts).endswith(f"; not rendered by the chat template: {shown}")
+    assert str(counts).endswith(f"; fields without effect: {shown}")
     tokenizer.chat_template = chatml("{{ m.content if m.role != 'system' else '' }}")
     row = {"messages": [{"role": "system", "content": "Be brief."}, ASKED, SAID]}
     assert text_of(tokenizer, row)[2] == {"content": 1}
@@ -198,7 +198,7 @@ def test_prompts_have_tools_variables_and_counts(tokenizer: PreTrainedTokenizerF
     prompts, counts = prompt_tokenizer(data, tokenizer)([(row, "f, row 1")])
     assert '"look_up"' in prompts[0].text and "plain" in prompts[0].text
     assert counts.unused == {"name": 2, "tool_calls": 1, "tool_call_id": 1}
-    assert str(counts).endswith("not rendered by the chat template: name (2), tool_call_id (1), tool_calls (1)")
+    assert str(counts).endswith("fields without effect: name (2), tool_call_id (1), tool_calls (1)")
     assert (counts + counts).unused["name"] == 4
     own = prompt_tokenizer(data, tokenizer)([({**row, "chat_template_kwargs": {"style": "fancy"}}, "")])[0]
     assert "fancy" in own[0].text
