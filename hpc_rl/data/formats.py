@@ -10,7 +10,7 @@ from __future__ import annotations
 import csv
 import json
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import count, groupby, repeat
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -72,9 +72,33 @@ def read_some(file: str | Path, wanted: Wanted, columns: Sequence[str] = ()) -> 
     path = data_file(file)
     try:
         refuse_pointer(path)
-        yield from FORMATS[path.suffix.lower()](path, wanted, columns)
+        for number, row in enumerate(FORMATS[path.suffix.lower()](path, wanted, columns), start=1):
+            if row is not None:
+                refuse_broken_text(row, f"{path}, row {number}")
+            yield row
     except OSError as error:
         raise UserError(f"{path}: cannot be read: {error.strerror or error}") from error
+
+
+def refuse_broken_text(row: Row, where: str) -> None:
+    """Raise UserError if a text in a row cannot be written as UTF-8: JSON can name half of a pair of surrogates."""
+    waiting: list[tuple[str, Any]] = [(str(name), value) for name, value in row.items()]
+    for name, value in waiting:
+        if isinstance(value, str):
+            if not value.isascii() and not _is_utf8(value):
+                raise UserError(f"{where}: not valid text in column {name!r} (a lone surrogate); repair or remove it")
+        elif isinstance(value, dict):
+            waiting += ((name, part) for pair in value.items() for part in pair)
+        elif isinstance(value, list):
+            waiting += ((name, part) for part in value)
+
+
+def _is_utf8(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def data_file(file: str | Path) -> Path:
@@ -246,16 +270,28 @@ def _parquet_rows(path: Path, wanted: Wanted, columns: Sequence[str]) -> Iterato
             first = 0
             for batch in file.iter_batches(batch_size=1024, columns=needed(columns, file.schema_arrow.names)):
                 for is_wanted, start, length in runs(first, first + batch.num_rows, wanted):
-                    yield from _batch_rows(batch.slice(start - first, length)) if is_wanted else repeat(None, length)
+                    part = batch.slice(start - first, length)
+                    yield from _batch_rows(part, path, start) if is_wanted else repeat(None, length)
                 first += batch.num_rows
     except (pyarrow.ArrowException, OSError) as error:
         raise UserError(f"{path}: not readable as parquet ({str(error).splitlines()[0]})") from error
 
 
-def _batch_rows(batch: RecordBatch) -> Iterator[Row]:
+def _batch_rows(batch: RecordBatch, path: Path, first: int) -> Iterator[Row]:
     decode = decoders(batch.schema)
-    for row in batch.to_pylist():
-        yield row | {name: one(row[name]) for name, one in decode.items()}
+    try:
+        rows: Iterable[Row] = batch.to_pylist()
+    except UnicodeDecodeError:  # to find the row
+        rows = (batch.slice(number, 1).to_pylist()[0] for number in range(batch.num_rows))
+    number = first
+    try:
+        for row in rows:
+            number += 1
+            yield row | {name: one(row[name]) for name, one in decode.items()}
+    except UnicodeDecodeError as error:
+        raise UserError(f"{path}, row {number + 1}: not valid text ({error.reason})") from error
+    except json.JSONDecodeError as error:
+        raise UserError(f"{path}, row {number}: not valid JSON ({error})") from error
 
 
 def needed(columns: Sequence[str], known: Sequence[str]) -> list[str] | None:

@@ -9,7 +9,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from hpc_rl.data.arrow_values import decoders
-from hpc_rl.data.formats import CannotCheck, Row, Wanted, data_file, is_file, needed, read_some, runs
+from hpc_rl.data.formats import (
+    CannotCheck,
+    Row,
+    Wanted,
+    data_file,
+    is_file,
+    needed,
+    read_some,
+    refuse_broken_text,
+    runs,
+)
 from hpc_rl.data.hub import load_split
 from hpc_rl.errors import UserError
 from hpc_rl.host.installation import install_command
@@ -104,6 +114,8 @@ def _some_rows(
             rows = _rows_of(file, split, lambda index, n=before: wanted(n + index), columns)
             for number, row in enumerate(rows, start=1):
                 if row is not None:
+                    if not is_file(file):
+                        refuse_broken_text(row, f"{file}, row {number}")
                     yield row, f"{file}, row {number}"
         except CannotCheck as error:
             raise UserError(f"{error}: {install_command('train', sys.executable)}") from error

@@ -389,6 +389,13 @@ def test_dates_become_text(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> N
     assert (tmp_path / "rows.jsonl").read_text() == '{"n": 0, "date": "1970-01-01"}\n{"n": 1, "date": "1970-01-02"}\n'
 
 
+def test_text_that_is_not_valid_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    one, _ = opened(monkeypatch, Source())
+    monkeypatch.setattr(one, "take", lambda count: [{"a": "x"}, {"a": ["\ud800"]}])
+    with pytest.raises(UserError, match=r", row 12: not valid text in column 'a'"):
+        write_window(one, Order(tmp_path / "rows.jsonl", 10, 2, None))
+
+
 class Answer(Exception):
     def __init__(self, status: int) -> None:
         self.response = type("Response", (), {"status_code": status})()
