@@ -90,6 +90,39 @@ def check(
 
 
 @data_app.command()
+def convert(
+    file: Annotated[
+        str, typer.Argument(metavar="FILE", help="Data file, or the name of a data set on the hub (its train split).")
+    ],
+    output: Annotated[Path, typer.Option(help="File to write: jsonl.")],
+    shape: Annotated[
+        str | None,
+        typer.Option(
+            metavar="SHAPE",
+            help="Shape of the rows, such as sharegpt or alpaca. The default is that of the first row.",
+            show_default=False,
+        ),
+    ] = None,
+) -> None:
+    """Convert a data set to rows that training reads without further options.
+
+    It reads the shapes of ShareGPT, Alpaca, HH, KTO, UltraFeedback, prompt and completion, OpenAI's preferences and
+    verl's files for RL. Every row that is written has been checked.
+
+    Example: hpc-rl data convert sharegpt.json --output train.jsonl
+    """
+    from hpc_rl.data.convert import convert as convert_rows
+    from hpc_rl.data.shapes import SHAPES
+
+    if shape is not None and shape not in SHAPES:
+        raise UserError(f"--shape {shape}: choose one of {', '.join(SHAPES)}")
+    found = convert_rows(file, output, shape)
+    print(f"{output}: {counted(found.rows, 'row')} of the shape {found.name}")
+    options = " ".join(filter(None, [found.shape.kind, f"data.train_files={output}", found.shape.options]))
+    print(f"To train: hpc-rl submit {options}")
+
+
+@data_app.command()
 def gsm8k(
     source: Annotated[
         str,

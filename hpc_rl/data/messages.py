@@ -29,7 +29,7 @@ _REFUSED = {
 }
 """Fields of a message without which it means something else."""
 _ROLES = {"function": "tool"}
-CONVERT = "hpc-rl data convert FILE --output NEW.jsonl"
+CONVERT = "convert them with hpc-rl data convert FILE --output NEW.jsonl"
 
 SYSTEM_KEY = "system"
 _TOOLS_KEYS = ("tools", "functions")
@@ -149,7 +149,7 @@ def _message(given: Any, where: str) -> Message:
     given = from_json(given)
     if not isinstance(given, dict) or not isinstance(given.get("role"), str):
         shape = isinstance(given, dict) and "from" in given and "value" in given
-        hint = f"; it is in ShareGPT's form: {CONVERT}" if shape else ""
+        hint = f"; this is ShareGPT's form: {CONVERT}" if shape else ""
         raise UserError(f'{where} is not of the form {{"role": ..., "content": ...}}{hint}')
     found = {name: part for name, part in given.items() if part is not None}
     for name, reason in _REFUSED.items():

@@ -11,7 +11,7 @@ from typing import Any
 
 from hpc_rl.config.preferences import PreferenceDataConfig, RewardDataConfig
 from hpc_rl.data.formats import Row, kind_of
-from hpc_rl.data.messages import Message, with_system
+from hpc_rl.data.messages import CONVERT, Message, with_system
 from hpc_rl.data.rows import (
     CHOSEN_COLUMNS,
     PROMPT_COLUMNS,
@@ -23,9 +23,12 @@ from hpc_rl.data.rows import (
     known_column,
     pair_columns,
 )
+from hpc_rl.data.shapes import shape_of
 from hpc_rl.errors import UserError
 
 _LABEL_COLUMNS = ("label", "score", "rating")
+_PAIRS = ("hh", "sharegpt-pair", "openai-preference")
+"""Shapes of rows with pairs in other forms."""
 _TRUTH = {"true": 1.0, "false": 0.0}
 
 
@@ -68,6 +71,8 @@ def to_preference(row: Row, data: PreferenceDataConfig, where: str) -> PairRow |
 
 def to_pair(row: Row, data: PreferenceDataConfig, where: str) -> PairRow:
     """Return the pair of a row; see `to_preference`."""
+    if data.chosen_key == "chosen" and (shape := shape_of(row)) in _PAIRS:
+        raise UserError(f"{where}: these are rows of the shape {shape}: {CONVERT}")
     chat = chat_column(row)
     if data.chosen_key not in row and pair_columns(row) is None and chat and row[chat][-1]["role"] == "assistant":
         raise UserError(

@@ -10,6 +10,7 @@ from hpc_rl.config.prompts import PromptConfig
 from hpc_rl.config.sft import DataConfig
 from hpc_rl.data.formats import Row
 from hpc_rl.data.messages import CONVERT, TRAIN, Message, as_chat, from_json, with_system
+from hpc_rl.data.shapes import shape_of
 from hpc_rl.errors import UserError
 
 PROMPT_COLUMNS = ("prompt", "question", "instruction", "query", "problem", "input")
@@ -18,6 +19,8 @@ CHOSEN_COLUMNS = ("chosen", "preferred", "accepted", "chosen_response", "respons
 REJECTED_COLUMNS = ("rejected", "dispreferred", "rejected_response", "response_rejected")
 """Names that data sets commonly give to a prompt, its response, and a better and a worse one, in the order of
 preference."""
+_READ_BY_OPTIONS = ("prompt-completion",)
+"""Shapes of rows that options can read too."""
 _ALPACA_PARTS = ("input", "history")
 """Columns that belong to the prompt if it is in the column `instruction`."""
 
@@ -45,7 +48,7 @@ def to_messages(row: Row, data: DataConfig, where: str) -> list[Message]:
             )
         messages = [*unlearned(as_turns(prompt, "user", data.prompt_key, where)), *answer]
         return with_system(messages, row, (data.prompt_key, data.response_key))
-    if data.messages_key not in row and (pair := pair_columns(row)):
+    if data.messages_key not in row and shape_of(row) is None and (pair := pair_columns(row)):
         better = f"data.messages_key={pair[0]}"
         if not _looks_like_chat(row[pair[0]]):
             prompt = known_column(row, PROMPT_COLUMNS) or "COLUMN"
@@ -130,7 +133,10 @@ def column(row: Row, option: str, key: str, where: str, suggestion: str | None =
         return row[key]
     columns = sorted(map(str, row))
     close = difflib.get_close_matches(key, columns, n=1)
-    if close:
+    shape = shape_of(row)
+    if shape is not None and shape not in _READ_BY_OPTIONS:
+        hint = f"these are rows of the shape {shape}: {CONVERT}"
+    elif close:
         hint = f"did you mean data.{option}={close[0]}?"
     else:
         hint = f"set {suggestion}" if suggestion else f"set data.{option}"

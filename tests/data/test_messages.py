@@ -97,7 +97,7 @@ def test_other_fields_and_forms_of_messages() -> None:
         ({**CALLING, "tool_calls": [{"type": "custom", "custom": {}}]}, ["not of the form", '"function"']),
         ({**CALLING, "tool_calls": [{"name": "f", "arguments": '{"x": '}]}, ["'f'", "no JSON object: '{\"x\": '"]),
         ({**CALLING, "tool_calls": [{"name": "f", "arguments": "[1]"}]}, ["no JSON object"]),
-        ({"from": "human", "value": "x"}, ['"role"', "ShareGPT's form: hpc-rl data convert FILE"]),
+        ({"from": "human", "value": "x"}, ['"role"', "ShareGPT's form: convert them with hpc-rl data convert"]),
     ],
 )
 def test_what_cannot_be_used_is_refused(message: dict[str, Any], parts: list[str]) -> None:
