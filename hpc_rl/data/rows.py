@@ -134,7 +134,8 @@ def column(row: Row, option: str, key: str, where: str, suggestion: str | None =
     columns = sorted(map(str, row))
     close = difflib.get_close_matches(key, columns, n=1)
     shape = shape_of(row)
-    if shape is not None and shape not in _READ_BY_OPTIONS:
+    is_labelled = shape == "kto" and option == "response_key"  # options can read it
+    if shape is not None and shape not in _READ_BY_OPTIONS and not is_labelled:
         hint = f"these are rows of the shape {shape}: {CONVERT}"
     elif close:
         hint = f"did you mean data.{option}={close[0]}?"
