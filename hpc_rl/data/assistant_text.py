@@ -81,15 +81,8 @@ class _Turn:
     def prompt(self) -> int:
         """Length of the generation prompt."""
         if not self.index:
-            return 0
+            return self.start
         return len(self.before) - common_length(self.before, self.text_of(list(self.messages[:-1]), False))
-
-    @property
-    def called(self) -> str:
-        """What follows the content of this turn: the calls of tools, without the token that ends the turn."""
-        replaced = self.text_of([*self.messages[:-1], _replaced(self.messages[-1], keep_calls=True)], False)
-        length = common_length(self.text[::-1], replaced[::-1]) - (len(self.text) - self.start - len(self.body))
-        return self.body[len(self.body) - length :].strip() if length > 0 else ""
 
 
 def find_spans(text_of: TextOf, messages: Sequence[dict[str, Any]], ends: Ends, where: str) -> ChatText:
@@ -177,16 +170,19 @@ def _replaced(message: dict[str, Any], keep_calls: bool = False) -> dict[str, An
 
 
 def _with_thinking(text: str, before: str, message: dict[str, Any], ends: Sequence[End]) -> str:
-    """Return a conversation with the thinking of its last turn, if the template opens it in the generation prompt but
-    removes it from the turn."""
-    content = message.get("content")
-    if not (isinstance(content, str) and "</think>" in content and before.rstrip().endswith("<think>")):
-        return text
-    thought = content.partition("</think>")[0].strip().removeprefix("<think>").strip()
+    """Return a conversation with the thinking of its last turn behind the generation prompt, if that opens it, but the
+    template removes it from the turn, or opens it twice."""
+    content, reason = message.get("content"), message.get("reasoning_content")
+    if isinstance(content, str) and isinstance(reason, str) and "</think>" not in content:
+        content = f"{reason.strip()}\n</think>\n\n{content}"
     end = next((end for end in ends if text.endswith(end.token + end.rest)), None)
-    if thought in text[common_length(before, text) :] or end is None:
+    if not (isinstance(content, str) and "</think>" in content and before.rstrip().endswith("<think>")) or end is None:
         return text
-    return before + content.lstrip().removeprefix("<think>").lstrip("\n") + end.token + end.rest
+    content = content.lstrip().removeprefix("<think>").lstrip("\n")
+    rendered = text[common_length(before, text) :]
+    if content.partition("</think>")[0].strip() in rendered and not rendered.startswith("<think>"):
+        return text
+    return before + content + end.lead + end.token + end.rest
 
 
 def _in_place(full: str, turns: Sequence[_Turn]) -> list[tuple[int, int]] | None:
@@ -249,11 +245,12 @@ def _end_in(later: str, replaced: str, turn: _Turn, where: str) -> int:
             f"follow, so the assistant's tokens cannot be found; {_REMEDY}, or keep one assistant turn per row"
         )
     end = max(same, end)
-    calls = turn.called if turn.messages[-1].get("tool_calls") else ""
-    if calls and later[end:].lstrip().startswith(calls):
-        end = later.index(calls, end) + len(calls)
-    if turn.end is not None and not turn.end.follows:
-        end += next((len(one) for one in (turn.end.token, turn.end.inner) if one and later.startswith(one, end)), 0)
+    tokens = [turn.end.token, *filter(None, [turn.end.inner])] if turn.end and not turn.end.follows else [""]
+    # Behind the content is what else the model wrote: calls of tools, and what precedes the token that ends the turn.
+    for rest in (turn.body[cut:] for cut in range(len(turn.body) + 1)):
+        for token in tokens:
+            if later.startswith(rest + token, end):
+                return end + len(rest + token)
     return end
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -20,7 +21,7 @@ from hpc_rl.data.turn_ends import Ends, find_ends
 from hpc_rl.errors import UserError
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 
 def chat_template(tokenizer: PreTrainedTokenizerBase, data: FinetuneDataConfig | PromptConfig) -> str:
@@ -73,6 +74,40 @@ def turn_ends(tokenizer: PreTrainedTokenizerBase, template: str) -> Ends:
     return find_ends(text_of, _added_tokens(tokenizer), bos_token)
 
 
+def as_trained(tokenizer: PreTrainedTokenizerBase, hf: PreTrainedModel) -> PreTrainedTokenizerBase:
+    """Return the tokenizer to store with a model that was trained with its chat template.
+
+    Other programs end and pad texts by the tokens that are named in the tokenizer, in the generation settings and in
+    the configuration. Those of a base model do not name the token that ends a turn, so they are set here.
+
+    Args:
+        hf: the model, whose configuration and generation settings are changed.
+    """
+    tokenizer = copy.deepcopy(tokenizer)
+    template = tokenizer.get_chat_template()
+    generation = getattr(hf, "generation_config", None)  # classifiers have none
+    found = turn_ends(tokenizer, template)
+    ends = _with_listed(tokenizer, found, getattr(generation, "eos_token_id", None))
+    if not ends:
+        return tokenizer
+    tokenizer.pad_token = _padding(tokenizer, template, found.tokens)
+    if found.answer is not None and "eos_token" not in template:  # otherwise the template would write another text
+        tokenizer.eos_token = found.answer.token
+    for settings in filter(None, [generation, hf.config.get_text_config()]):
+        settings.eos_token_id = ends[0] if len(ends) == 1 else ends
+        settings.pad_token_id = tokenizer.pad_token_id
+    return tokenizer
+
+
+def _padding(tokenizer: PreTrainedTokenizerBase, template: str, closing: Sequence[str]) -> str | None:
+    """Return the token for padding: the tokenizer's own, or another one that no text ends with, because a model with
+    scores has them at the last token that is no padding."""
+    named = [tokenizer.pad_token, tokenizer.eos_token, tokenizer.unk_token]
+    special = [token.content for token in tokenizer.added_tokens_decoder.values() if token.special]
+    free = [*named, *(token for token in special if token not in template)]
+    return next((token for token in free if token and token not in closing), tokenizer.eos_token)
+
+
 def template_remarks(tokenizer: PreTrainedTokenizerBase, learns: bool = True) -> list[str]:
     """Return what a user should know about how the tokenizer's chat template treats turns; see `remarks`."""
     named = {name: str(token) for name, token in tokenizer.special_tokens_map.items() if isinstance(token, str)}
@@ -86,7 +121,7 @@ def _added_tokens(tokenizer: PreTrainedTokenizerBase) -> dict[str, bool]:
 
 
 def ending_token_ids(tokenizer: PreTrainedTokenizerBase, template: str, path: str | Path) -> list[int]:
-    """Return the tokens that end a response.
+    """Return the tokens that end a response, the one that ends an answer first.
 
     They are the tokens that end turns of the chat template, the tokenizer's end-of-sequence token, and those of the
     model's generation configuration, if it has one.
@@ -96,10 +131,15 @@ def ending_token_ids(tokenizer: PreTrainedTokenizerBase, template: str, path: st
     """
     from transformers import GenerationConfig
 
-    found = [*map(tokenizer.convert_tokens_to_ids, turn_ends(tokenizer, template).tokens), tokenizer.eos_token_id]
+    listed = None
     with suppress(OSError):
         listed = GenerationConfig.from_pretrained(path).eos_token_id
-        found += listed if isinstance(listed, list) else [listed]
+    return _with_listed(tokenizer, turn_ends(tokenizer, template), listed)
+
+
+def _with_listed(tokenizer: PreTrainedTokenizerBase, ends: Ends, listed: int | list[int] | None) -> list[int]:
+    found = [*map(tokenizer.convert_tokens_to_ids, ends.tokens), tokenizer.eos_token_id]
+    found += listed if isinstance(listed, list) else [listed]
     return [token for token in dict.fromkeys(found) if isinstance(token, int)]
 
 

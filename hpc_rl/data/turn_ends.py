@@ -29,6 +29,8 @@ class End:
 
     token: str
     """The token that ends it. Loss covers it, and generation stops at it."""
+    lead: str = ""
+    """What the template writes between an answer and the token, such as a line break."""
     rest: str = ""
     """What a conversation that ends with such a turn has behind the token, such as a line break."""
     follows: bool = False
@@ -114,9 +116,9 @@ def _end(closed: str, inside: str, patterns: Sequence[re.Pattern[str]], bos_toke
     for pattern in patterns:
         last = [*pattern.finditer(both)][-1:]
         if found := last or [*pattern.finditer(closed)][:1]:
-            token, rest = found[0][0], closed[found[0].end() :]
+            token, lead, rest = found[0][0], closed[: found[0].start()], closed[found[0].end() :]
             other = pattern.search(inside)
-            return End(token, rest, inner="" if last or other is None else other[0])
+            return End(token, lead, rest, inner="" if last or other is None else other[0])
     if inside.startswith(closed):
         for pattern in patterns:
             other = pattern.match(inside, len(closed))

@@ -19,6 +19,8 @@ from hpc_rl.config.sft import DataConfig
 from hpc_rl.config.training import ModelConfig
 from hpc_rl.data.check import check_data
 from hpc_rl.errors import UserError
+from hpc_rl.submission.hub import HubCache
+from hpc_rl.submission.preflight.model import check_chat_template
 from tests.data.conftest import CHATML, MARKED
 
 SFT = DataConfig(train_files=["unused"])
@@ -140,6 +142,30 @@ def test_fields_without_effect_are_counted(folder: Path, installed: bool, monkey
         "reads them" in found
     )
     assert parts(found, "loss") == ["13<|im_end|>"]
+
+
+@pytest.mark.parametrize(
+    ("template", "said"),
+    [
+        (CHATML.replace("<|im_end|>", ""), "ends the assistant's turns with no special token"),
+        (CHATML.replace("{{ m.content }}", "{{ '<t>' if loop.last }}{{ m.content }}"), "in another form than the last"),
+        (MARKED.replace("<|im_end|>{% endgeneration %}", "{% endgeneration %}<|im_end|>"), "outside of its generation"),
+    ],
+)
+def test_what_a_template_does_to_training_is_said(
+    tokenizer: PreTrainedTokenizerFast, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, template: str, said: str
+) -> None:
+    """By `data check` with transformers and without, and by the checks of a submission."""
+    tokenizer.chat_template = template
+    tokenizer.save_pretrained(tmp_path / "model")
+    (tmp_path / "rows.jsonl").write_text(json.dumps(CHAT) + "\n")
+    model, cache = ModelConfig(path=str(tmp_path / "model")), HubCache(tmp_path, tmp_path, "", "")
+    assert said in lines(tmp_path, SFT, 1)[1]
+    assert said in (check_chat_template(model, SFT, cache) or "")
+    only_ends = check_chat_template(model, PPO, cache)
+    assert ("no special token" in said) == (only_ends is not None)
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    assert said in lines(tmp_path, SFT, 1)[1]
 
 
 def test_a_folder_without_a_tokenizer(folder: Path) -> None:
