@@ -83,7 +83,7 @@ def check(
     config = compose(kind, overrides or [], {**settings, **_UNREAD[kind]}, profile)
     assert isinstance(config, FinetuneConfig | PpoConfig)
     if not has_model:
-        print(check_rows(file, config.data))
+        print("\n".join(check_rows(file, config.data)))
         print("To see a row as tokens, name a model: --model FOLDER_OR_NAME")
         return
     if config.slurm.python is not None and Path(config.slurm.python).exists():
@@ -92,6 +92,39 @@ def check(
     folder = Path(name).expanduser() if Path(name).expanduser().is_dir() else hub_cache(config).model_folder(name)
     for line in check_data(file, row, config.data, config.model, folder):
         print(line)
+
+
+@data_app.command()
+def convert(
+    file: Annotated[
+        str, typer.Argument(metavar="FILE", help="Data file, or the name of a data set on the hub (its train split).")
+    ],
+    output: Annotated[Path, typer.Option(help="File to write: jsonl.")],
+    shape: Annotated[
+        str | None,
+        typer.Option(
+            metavar="SHAPE",
+            help="Shape of the rows, such as sharegpt or alpaca. The default is that of the first row.",
+            show_default=False,
+        ),
+    ] = None,
+) -> None:
+    """Convert a data set to rows that training reads without further options.
+
+    It reads the shapes of ShareGPT, Alpaca, HH, KTO, UltraFeedback, prompt and completion, OpenAI's preferences and
+    verl's files for RL. Every row that is written has been checked.
+
+    Example: hpc-rl data convert sharegpt.json --output train.jsonl
+    """
+    from hpc_rl.data.convert import convert as convert_rows
+    from hpc_rl.data.shapes import SHAPES
+
+    if shape is not None and shape not in SHAPES:
+        raise UserError(f"--shape {shape}: choose one of {', '.join(SHAPES)}")
+    found = convert_rows(file, output, shape)
+    print(f"{output}: {counted(found.rows, 'row')} of the shape {found.name}")
+    options = " ".join(filter(None, [found.shape.kind, f"data.train_files={output}", found.shape.options]))
+    print(f"To train: hpc-rl submit {options}")
 
 
 @data_app.command()

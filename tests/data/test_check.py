@@ -46,7 +46,8 @@ def folder(request: pytest.FixtureRequest, tokenizer: PreTrainedTokenizerFast, t
 
 def lines(folder: Path, data: DataConfig | PromptDataConfig | RewardDataConfig, number: int = 2) -> list[str]:
     model = folder / "model"
-    return list(check_data(str(folder / "rows.jsonl"), number, data, ModelConfig(path=str(model)), model))
+    found = check_data(str(folder / "rows.jsonl"), number, data, ModelConfig(path=str(model)), model)
+    return [line for line in found if not line.startswith("columns that are not read")]
 
 
 def parts(printed: list[str], label: str) -> list[str]:
@@ -125,6 +126,22 @@ def test_without_transformers_the_text_is_shown(folder: Path, monkeypatch: pytes
         lines(folder, SFT)
     with pytest.raises(UserError, match=r"model\.path me/name is a name on the hub, and .* has no transformers"):
         list(check_data(str(folder / "rows.jsonl"), 1, SFT, ModelConfig(path="me/name"), None))
+
+
+@pytest.mark.parametrize("installed", [True, False])
+def test_fields_without_effect_are_counted(folder: Path, installed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    turn = {"role": "assistant", "content": "12", "reasoning_content": "seven and five", "weight": 0}
+    row = {"messages": [{**CHAT["messages"][0], "name": "Ann"}, turn, *CHAT["messages"][2:]], "tools": [], "id": 3}
+    (folder / "rows.jsonl").write_text(2 * (json.dumps(row) + "\n") + json.dumps(CHAT) + "\n")
+    if not installed:
+        monkeypatch.setitem(sys.modules, "transformers", None)
+    found = list(check_data(str(folder / "rows.jsonl"), 1, SFT, ModelConfig(path="x"), folder / "model"))
+    assert "columns that are not read, with the number of rows that have something in them: answer (1), id (2)" in found
+    assert (
+        "fields without effect: name (2), reasoning_content (2): the chat template does not render them, or nothing "
+        "reads them" in found
+    )
+    assert parts(found, "loss") == ["13<|im_end|>"]
 
 
 @pytest.mark.parametrize(
