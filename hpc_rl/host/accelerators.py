@@ -166,8 +166,8 @@ def show_assigned(environ: MutableMapping[str, str], assigned: Sequence[str]) ->
 def of_one_vendor(environ: Mapping[str, str], device: str, root: Path = Path("/")) -> tuple[dict[str, str], list[str]]:
     """Return the environment with one variable for the devices, and sentences on what was changed.
 
-    Where Slurm does not detect GPUs (gres.conf without AutoDetect), it sets the variables of all vendors. Ray changes only
-    that of its own vendor in an actor, and HIP applies several, one to the result of the other.
+    Where Slurm does not detect GPUs (gres.conf without AutoDetect), it sets the variables of all vendors. Ray changes
+    only that of its own vendor in an actor, and HIP applies several, one to the result of the other.
     """
     row = _vendor(environ, device, root)
     if row is None:

@@ -133,7 +133,7 @@ def repaired(
 ) -> dict[str, str]:
     """Return what training processes inherit, without values that cannot work on this node. Each change is printed.
 
-    Slurm, modules and shells set such variables for other programs, nodes and vendors. A proxy is not used between nodes.
+    Slurm, modules and shells set such variables for other programs, nodes and vendors. Nodes need no proxy.
 
     Args:
         device: cuda, npu, xpu or cpu.

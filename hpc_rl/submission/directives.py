@@ -11,6 +11,8 @@ import re
 import shlex
 from collections.abc import Mapping
 
+LOGIN_SHELL = "#!/bin/bash -l\n"
+"""First line of a script that runs in a login shell."""
 _PREFIX = "SBATCH_"
 _IRREGULAR = {
     "ARRAY_INX": "array",
