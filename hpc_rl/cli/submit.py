@@ -136,7 +136,7 @@ class SlurmFlags:
             found["trainer.nnodes"] = int(self.nodes)
         for option in self.sbatch or []:
             key, equals, value = option.removeprefix("--").partition("=")
-            found[f"slurm.sbatch.{key}"] = value if equals else None
+            found[f"slurm.sbatch.{key}"] = value if equals and value != "null" else None
         return found
 
 

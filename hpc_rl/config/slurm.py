@@ -14,6 +14,7 @@ _SLURM_TIME = re.compile(r"(\d+|\d+:\d{2}|\d+:\d{2}:\d{2}|\d+-\d{1,2}(:\d{2}){0,
 
 GpuOption = Literal["gpus-per-node", "gpus-per-task", "gres"]
 MemOption = Literal["mem", "mem-per-cpu", "mem-per-gpu", "none"]
+TaskOption = Literal["ntasks-per-node", "ntasks", "both"]
 Omittable = Literal[
     "job-name", "ntasks-per-node", "ntasks", "cpus-per-task", "gpus-per-node", "gpus-per-task", "gres",
     "open-mode", "signal", "requeue", "no-requeue",
@@ -77,6 +78,10 @@ class SlurmConfig(Section):
     """Type of GPU to request, as `sinfo -o %G` shows it (a100, or a MIG device such as a100_1g.5gb). null: any."""
     mem_option: MemOption = "mem"
     """Option of sbatch that requests memory on this cluster. none: the cluster assigns memory by its own rules."""
+    task_option: TaskOption = "ntasks-per-node"
+    """Option of sbatch that requests one task on each node on this cluster. both: --ntasks and --ntasks-per-node."""
+    login_shell: bool = False
+    """Run the job script in a login shell (#!/bin/bash -l), which reads /etc/profile and your own one."""
     leave_out: list[Omittable] = []
     """Directives to leave out of the script because this cluster refuses them."""
     warning_s: int = Field(180, ge=1, le=65535)
@@ -89,11 +94,19 @@ class SlurmConfig(Section):
     sbatch: dict[str, Line | int | None] = {}
     """Any other options of sbatch. For an option without a value, write null. Same as --sbatch KEY=VALUE."""
     setup: list[str] = []
+<<<<<<< HEAD
     """Lines of bash that run on the first node before the job step, after the modules are loaded. If one fails, the job
     ends with exit code 2; end a line with `|| true` if it may fail."""
     node_folders: list[Annotated[Path, AfterValidator(_absolute)]] = []
     """Folders that exist on the nodes only, such as those that slurm.setup fills. Options may name files and folders
     below them that this machine does not have: they are not checked before the job is queued."""
+||||||| merged common ancestors
+    """Lines of bash that run on the first node before the job step, after the modules are loaded. The job ends with exit
+    code 2 if one fails; end it with `|| true` if it may."""
+=======
+    """Lines of bash that run on the first node before the job step, after the modules are loaded. If one fails, the job
+    ends with exit code 2; end it with `|| true` if it may fail."""
+>>>>>>> script
     epilogue: list[str] = []
     """Lines of bash that run on the first node at the end of every attempt, whatever its result."""
     modules: list[Line] = []
@@ -193,8 +206,8 @@ class SlurmConfig(Section):
 
 _OWNED = {
     "nodes": "use --nodes",
-    "ntasks": "one task runs on each node",
-    "ntasks-per-node": "one task runs on each node",
+    "ntasks": "one task runs on each node; use slurm.task_option",
+    "ntasks-per-node": "one task runs on each node; use slurm.task_option",
     "output": "the job's log is in the run directory",
     "open-mode": "the job's log is in the run directory",
     "signal": "use slurm.warning_s",

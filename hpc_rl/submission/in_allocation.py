@@ -15,6 +15,7 @@ from hpc_rl.host.counted import counted
 from hpc_rl.host.processes import adopt_orphans, end_descendants, shell_code, start
 from hpc_rl.runs.status import job_log, process_start_time
 from hpc_rl.submission import queue
+from hpc_rl.submission.directives import LOGIN_SHELL
 from hpc_rl.submission.job import Job
 from hpc_rl.submission.local import POLL_S, count_interrupts
 
@@ -23,6 +24,9 @@ END_S = 90.0
 script's clean-up takes up to 20 s; the rest is for a busy machine."""
 _SIZES = ("SLURM_NTASKS", "SLURM_NPROCS", "SLURM_NTASKS_PER_NODE", "SLURM_NNODES", "SLURM_CPUS_PER_TASK")
 """The size requested from salloc. srun would use it as the size of the step (srun(1), INPUT ENVIRONMENT)."""
+
+_BINDINGS = ("SLURM_CPU_BIND", "SLURM_MEM_BIND")
+"""The binding of the surrounding job step's task. srun would take it as a request for every task."""
 
 
 def step_environment(environ: Mapping[str, str], nodes: int) -> dict[str, str]:
@@ -43,6 +47,11 @@ def step_environment(environ: Mapping[str, str], nodes: int) -> dict[str, str]:
     found = {name: value for name, value in environ.items() if name not in _SIZES}
     cpus = [int(count) for count in re.findall(r"(?:^|,)(\d+)", environ.get("SLURM_JOB_CPUS_PER_NODE", ""))]
     sizes = {"SLURM_JOB_NUM_NODES": str(nodes)} | ({"SLURM_CPUS_PER_TASK": str(min(cpus))} if cpus else {})
+    if "SLURM_STEP_ID" in environ:
+        # This shell is inside a job step (srun --pty, Jupyter), which holds its resources: srun would wait for its end.
+        found = {name: value for name, value in found.items() if not name.startswith(_BINDINGS)} | {
+            "SLURM_OVERLAP": "1"
+        }
     return {**found, **sizes}
 
 
@@ -62,7 +71,8 @@ def run_in_allocation(job: Job, script: str, on_poll: Callable[[], None]) -> int
     adopt_orphans()
     interrupts = count_interrupts(job)
     with job_log(job.run_dir, job_id).open("ab") as log:
-        shell = start(["bash", str(job.run_dir.script)], environ, log, new_session=True)
+        login = ["-l"] if script.startswith(LOGIN_SHELL) else []
+        shell = start(["bash", *login, str(job.run_dir.script)], environ, log, new_session=True)
     try:
         while shell.poll() is None and interrupts() < 2:
             on_poll()

@@ -126,6 +126,7 @@ def _values(job: Job) -> dict[str, Any]:
     container_text = render_container(job).rstrip() if inside else None
     return {
         "title": f"{job.name}: {job.kind} on {job.size}, rendered by hpc-rl {__version__}.",
+        "login_shell": config.slurm.login_shell,
         "directives": [found for found in _directives(job) if found[0] not in config.slurm.leave_out],
         "run_dir": str(job.run_dir.path),
         "python": job_python(config),
@@ -145,11 +146,27 @@ def _values(job: Job) -> dict[str, Any]:
         "config_end": _end_mark("CONFIG", config_text),
         "warning_s": config.slurm.warning_s,
         "early_s": EARLY_S,
+        "start_timeout": _start_timeout(job),
+        "start_timeout_key": _start_timeout_of(config)[0],
         "requeue": config.slurm.requeue,
         "max_node_failures": config.slurm.max_node_failures,
         "node_options": " ".join(map(bash_word, node_options(config))),
         "program": program_text(job),
     }
+
+
+def _start_timeout_of(config: JobConfig) -> tuple[str, int]:
+    """Return the option that limits how long nodes take to start, and its value."""
+    if isinstance(config, RayJobConfig):
+        return "ray.start_timeout_s", config.ray.start_timeout_s
+    return "slurm.start_timeout_s", config.slurm.start_timeout_s
+
+
+def _start_timeout(job: Job) -> int | None:
+    """Return the limit for the first task; None if tasks leave no sign: a plug-in of srun may still import an image."""
+    container = job.config.container
+    leaves_signs = job.kind != "doctor" and (container.image is None or run_options.has_container_script(container))
+    return _start_timeout_of(job.config)[1] if leaves_signs else None
 
 
 def _uses_modules(slurm: SlurmConfig) -> bool:
@@ -181,7 +198,7 @@ def node_options(config: JobConfig, local: bool = False) -> list[str]:
     Args:
         local: all nodes are this machine, which may lack the cluster's network.
     """
-    timeout = config.ray.start_timeout_s if isinstance(config, RayJobConfig) else config.slurm.start_timeout_s
+    _, timeout = _start_timeout_of(config)
     options = ["--processes", str(config.trainer.n_gpus_per_node), "--device", config.trainer.computes_on]
     options += ["--start-timeout", str(timeout)]
     if config.hang_timeout_s:
@@ -214,8 +231,12 @@ def _directives(job: Job) -> Iterator[tuple[str, str | int | None]]:
     slurm, trainer = job.config.slurm, job.config.trainer
     yield "job-name", job.name
     yield "nodes", trainer.nnodes
-    yield "ntasks-per-node", 1
-    yield from resource_directives(job.config)
+    resources = list(resource_directives(job.config))
+    if slurm.task_option != "ntasks":
+        yield "ntasks-per-node", 1
+    if slurm.task_option != "ntasks-per-node" and "ntasks" not in dict(resources):
+        yield "ntasks", trainer.nnodes
+    yield from resources
     for option in ("time", "partition", "account", "qos", "constraint"):
         value = getattr(slurm, option)
         if value is not None:

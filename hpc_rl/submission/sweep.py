@@ -20,7 +20,7 @@ from hpc_rl.sites.profile import load_profile
 from hpc_rl.slurm import commands
 from hpc_rl.submission import queue
 from hpc_rl.submission.devices import Devices
-from hpc_rl.submission.directives import directives, environment_notes, option_of
+from hpc_rl.submission.directives import LOGIN_SHELL, directives, environment_notes, option_of
 from hpc_rl.submission.grid import Point, grid
 from hpc_rl.submission.job import Job
 from hpc_rl.submission.launch import notes_on
@@ -93,6 +93,7 @@ def array_script(sweep: SweepDir, kind: str, scripts: Sequence[str], max_paralle
         {
             "title": f"{sweep.name}: a sweep of {len(scripts)} {kind} runs, rendered by hpc-rl {__version__}.",
             "name": sweep.name,
+            "login_shell": scripts[0].startswith(LOGIN_SHELL),
             "directives": [
                 *([f"#SBATCH --job-name={directive_word(sweep.name)}"] if has_name else []),
                 f"#SBATCH --array={tasks}",

@@ -194,6 +194,22 @@ def test_a_job_in_an_allocation_waits_for_nothing(workspace: Workspace) -> None:
     assert workspace.status("fails")["state"] == "FAILED"
 
 
+def test_a_job_inside_a_job_step_that_holds_the_node_runs(workspace: Workspace) -> None:
+    """As in `srun --pty bash`, or a Jupyter that srun has started. The second job waits for a step beside it."""
+    python = shlex.quote(sys.executable)
+    submit = f"{python} -m hpc_rl.cli submit torchrun trainer.device=cpu --in-allocation --job-name"
+    inside = f"{submit} shares -- nothing.py; echo shared $?"
+    busy = f"srun sleep 600 & {submit} waits slurm.start_timeout_s=5 -- nothing.py; echo waited $?; kill $!"
+    script = f"srun --ntasks=1 bash -c {shlex.quote(inside)}; {busy}"
+    done = subprocess.run(
+        ["salloc", "--nodes=1", "--ntasks=1", "--exclusive", "--time=60", "bash", "-c", script], timeout=DEADLINE_S,
+        cwd=workspace.folder, env=dict(workspace.environ), capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert "shared 0" in done.stdout and "waited 1" in done.stdout, done.stdout + done.stderr
+    assert "srun has started no task within 5 s (slurm.start_timeout_s)" in done.stdout
+    assert workspace.status("waits")["state"] == "FAILED"
+
+
 def test_a_job_in_an_allocation_is_cancelled_and_the_allocation_stays(workspace: Workspace) -> None:
     python = shlex.quote(sys.executable)
     command = f"{python} -m hpc_rl.cli submit torchrun --in-allocation --job-name held {' '.join(WAITING)}"

@@ -28,6 +28,13 @@ def test_a_step_has_one_task_a_node_and_all_cpus() -> None:
     assert found["HOME"] == "/root" and found["SLURM_JOB_ID"] == "6"
 
 
+def test_inside_a_job_step_srun_shares_its_resources() -> None:
+    assert "SLURM_OVERLAP" not in step_environment(SALLOC, 1)
+    bound = {"SLURM_STEP_ID": "0", "SLURM_CPU_BIND": "mask_cpu:0x1", "SLURM_CPU_BIND_TYPE": "mask_cpu:"}
+    found = step_environment(SALLOC | bound, 1)
+    assert found["SLURM_OVERLAP"] == "1" and not [name for name in found if name.startswith("SLURM_CPU_BIND")]
+
+
 def test_what_is_no_allocation_or_too_small_is_refused() -> None:
     with pytest.raises(UserError, match="no allocation found"):
         step_environment({"HOME": "/root"}, 1)

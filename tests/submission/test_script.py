@@ -13,11 +13,14 @@ import pytest
 from hypothesis import Phase, example, given, settings
 from hypothesis import strategies as st
 
+from hpc_rl.cli.submit import SlurmFlags
 from hpc_rl.config.compose import compose, load_config
 from hpc_rl.errors import UserError
 from hpc_rl.run_dir import RunDir
+from hpc_rl.runs.run_sets import SweepDir
 from hpc_rl.submission.job import Job
 from hpc_rl.submission.script import bash_word, directive_word, render, support_text
+from hpc_rl.submission.sweep import array_script
 from tests.helpers import write_python_program
 from tests.small_disk import needs_root, small_disk
 
@@ -289,6 +292,15 @@ def test_how_srun_ended_is_reported_without_an_outcome(tmp_path: Path, step: str
     )
 
 
+@pytest.mark.parametrize(("sign", "code"), [("", 1), ('touch "$HPC_RL_ATTEMPT_DIR/.node0.here"; ', 3)])
+def test_a_step_that_does_not_begin_is_ended_with_a_sentence(tmp_path: Path, sign: str, code: int) -> None:
+    job = torchrun_job(tmp_path / "run", **{"slurm.start_timeout_s": 1})
+    done, _ = run_script(job, tmp_path, step=f"{sign}sleep 5; exit 3" if sign else "exec sleep 600")
+    assert done.returncode == code, done.stderr
+    said = "hpc-rl: srun has started no task within 1 s (slurm.start_timeout_s). Another job step may hold the nodes"
+    assert (said in done.stderr) == (not sign)
+
+
 def test_a_deleted_attempt_is_not_replaced(tmp_path: Path) -> None:
     job = torchrun_job(tmp_path / "run")
     for name in ("attempt-2", "attempt-9", "attempt-10", "attempt-old", "attempt-08"):
@@ -422,6 +434,37 @@ def test_gpus_in_the_clusters_own_way_replace_ours(tmp_path: Path) -> None:
     assert "#SBATCH --gpus-per-node=1\n" in render(torchrun_job(tmp_path / "run"))
     typed = render(torchrun_job(tmp_path / "run", **{"slurm.sbatch": {"gres": "gpu:a100:4", "cpus-per-gpu": 8}}))
     assert "#SBATCH --gres=gpu:a100:4\n" in typed and "gpus-per-node" not in typed and "cpus-per-task=" not in typed
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ({}, ["--ntasks-per-node=1"]),
+        ({"slurm.task_option": "ntasks"}, ["--ntasks=2"]),
+        ({"slurm.task_option": "both"}, ["--ntasks-per-node=1", "--ntasks=2"]),
+        ({"slurm.task_option": "both", "slurm.gpu_option": "gpus-per-task"}, ["--ntasks-per-node=1", "--ntasks=2"]),
+    ],
+)
+def test_tasks_are_requested_as_the_cluster_expects(
+    tmp_path: Path, settings: dict[str, str], expected: list[str]
+) -> None:
+    script = render(torchrun_job(tmp_path / "run", **{"trainer.nnodes": 2, **settings}))
+    assert [line.removeprefix("#SBATCH ") for line in script.splitlines() if "SBATCH --ntasks" in line] == expected
+
+
+def test_a_script_can_have_a_login_shell(tmp_path: Path) -> None:
+    script = render(torchrun_job(tmp_path / "run", **{"slurm.login_shell": True}))
+    assert script.startswith("#!/bin/bash -l\n# run: torchrun")
+    array = array_script(SweepDir(tmp_path / "s"), "torchrun", [script], None)
+    assert array.startswith("#!/bin/bash -l\n") and "exec bash -l " in array
+    script = render(torchrun_job(tmp_path / "run"))
+    array = array_script(SweepDir(tmp_path / "s"), "torchrun", [script], None)
+    assert script.startswith("#!/bin/bash\n#") and array.startswith("#!/bin/bash\n#") and "bash -l" not in array
+
+
+def test_an_option_without_a_value_is_null_on_the_command_line_too() -> None:
+    found = SlurmFlags(sbatch=["hold=null", "--nice=10", "exclusive"]).settings()
+    assert found == {"slurm.sbatch.hold": None, "slurm.sbatch.nice": "10", "slurm.sbatch.exclusive": None}
 
 
 def test_a_template_that_raises_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
