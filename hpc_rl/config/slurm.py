@@ -89,7 +89,8 @@ class SlurmConfig(Section):
     sbatch: dict[str, Line | int | None] = {}
     """Any other options of sbatch. For an option without a value, write null. Same as --sbatch KEY=VALUE."""
     setup: list[str] = []
-    """Lines of bash that run on the first node before the job step, after the modules are loaded."""
+    """Lines of bash that run on the first node before the job step, after the modules are loaded. If one fails, the job
+    ends with exit code 2; end a line with `|| true` if it may fail."""
     node_folders: list[Annotated[Path, AfterValidator(_absolute)]] = []
     """Folders that exist on the nodes only, such as those that slurm.setup fills. Options may name files and folders
     below them that this machine does not have: they are not checked before the job is queued."""
@@ -97,6 +98,8 @@ class SlurmConfig(Section):
     """Lines of bash that run on the first node at the end of every attempt, whatever its result."""
     modules: list[Line] = []
     """Environment modules that the job loads, in this order (cuda/12.4)."""
+    module_paths: list[Line] = []
+    """Folders of modulefiles that the job adds to the search path (`module use`) before it loads the modules."""
     proxy: Line | None = None
     """Proxy through which compute nodes reach the internet (http://proxy:3128). It sets http_proxy and https_proxy."""
     env: dict[str, str] = {}

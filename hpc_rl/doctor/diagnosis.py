@@ -22,7 +22,7 @@ MOST_FILES, FEW_FILES = 200, 24
 """Logs of an attempt that `explain` reads, and that `status`, which has to be quick, reads."""
 FAILED = frozenset({"BOOT_FAIL", "DEADLINE", "FAILED", "NODE_FAIL", "OUT_OF_MEMORY", "PREEMPTED", "TIMEOUT"})
 """States that need an explanation; a cancelled or stopped run did what its user asked for."""
-ENDED_WELL = frozenset({"COMPLETED", STOPPED})
+ENDED_WELL = frozenset({"COMPLETED", "CANCELLED", STOPPED})
 MOST_LINES = 5
 """Lines of a message of the job that are kept, and error lines of an unknown failure."""
 

@@ -25,7 +25,6 @@ from hpc_rl.run_dir import RunDir
 from hpc_rl.runs import control
 from hpc_rl.runs.status import current_job, status_of
 from hpc_rl.sites.profile import load_profile
-from hpc_rl.slurm import commands
 from hpc_rl.submission import queue
 from hpc_rl.submission.job import Job
 from hpc_rl.submission.local import check_local, run_local
@@ -127,7 +126,7 @@ def run_on_nodes(job: Job, local: bool, note: Callable[[str], None]) -> Findings
     except KeyboardInterrupt:
         submitted = current_job(run)
         if submitted is not None and not local:
-            commands.cancel(submitted)
+            control.cancel_ids([(submitted, run)])
             left = f"its files are in {run.path}" if run.attempts() else "it had not started"
             note(f"cancelled job {submitted}; {left}")
             if not run.attempts():

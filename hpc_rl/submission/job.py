@@ -49,6 +49,15 @@ class Job:
         return any(is_coming(str(name).partition(":")[0], self.coming) for name in names if name)
 
     @property
+    def data_state(self) -> dict[str, list[int]]:
+        """Size and time of change (nanoseconds) of each data file, below the folder that the job runs in."""
+        data = getattr(self.config, "data", None)
+        names = getattr(data, "train_files", None) or getattr(data, "files", None) or ()
+        paths = {name: self.working_dir / name for name in names}
+        states = {name: path.stat() for name, path in paths.items() if path.is_file()}
+        return {name: [state.st_size, state.st_mtime_ns] for name, state in states.items()}
+
+    @property
     def name(self) -> str:
         return self.config.slurm.job_name or self.run_dir.name
 

@@ -414,3 +414,41 @@ def test_a_run_directory_on_a_disk_of_this_machine_is_a_warning(
         assert folders.check_shared(disk.path, Path("/proc"), nodes) is None
     monkeypatch.setattr(nodes, "groups", lambda: ["a group"])
     assert folders.check_shared(Path("/proc/x"), Path("/proc"), nodes) is None
+
+
+@pytest.mark.parametrize(
+    ("code", "missing"),
+    [
+        ("import no_such_package\n", "no_such_package"),
+        ("from no_such_package.part import name\n", "no_such_package"),
+        ("import helper\n", "no_such_package"),
+        ("import json, helper_without\nfrom . import x\n", None),
+        ("try:\n    import no_such_package\nexcept ImportError:\n    pass\n", None),
+        ("import sys\nsys.path.append('/elsewhere')\nimport no_such_package\n", None),
+    ],
+)
+def test_packages_that_a_reward_imports_are_there(folder: Path, code: str, missing: str | None) -> None:
+    (folder / "helper.py").write_text("import no_such_package, score\n")
+    (folder / "helper_without.py").touch()
+    (folder / "score.py").write_text(f"{code}\ndef score(response, reference):\n    return 1.0\n")
+    if missing is None:
+        assert check_ppo() == []
+        return
+    with pytest.raises(UserError, match=rf"reward.function score.py:score needs {missing}, and .* install it there,"):
+        check_ppo()
+
+
+def test_tools_need_a_template_that_shows_them(folder: Path) -> None:
+    (folder / "tools.py").write_text(
+        "def add(a: int, b: int) -> int:\n    return a + b\n\n"
+        "class Shop:\n    def buy(self, item: str) -> str:\n        return item\n\n"
+        "    def step(self, text):\n        return text, True\n"
+    )
+    plain = "{% for m in messages %}{{ m.content }}{% endfor %}"
+    (folder / "plain.jinja").write_text(plain)
+    (folder / "tools.jinja").write_text("{{ tools }}" + plain)
+    for used in ({"environment__tools": ["tools.py:add"]}, {"environment__name": "tools.py:Shop"}):
+        assert check_ppo(**used, data__chat_template="tools.jinja") == []
+        assert check_ppo(**used, data__chat_template="plain.jinja", environment__tool_format="json") == []
+        with pytest.raises(UserError, match="the chat template shows the model no tools"):
+            check_ppo(**used, data__chat_template="plain.jinja")

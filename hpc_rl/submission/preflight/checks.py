@@ -5,7 +5,6 @@ from __future__ import annotations
 import grp
 import os
 import re
-import subprocess
 import sys
 from collections.abc import Callable, Hashable, Iterator
 from typing import NamedTuple
@@ -16,20 +15,26 @@ from hpc_rl.config.generate import GenerateConfig
 from hpc_rl.config.ppo import PpoConfig
 from hpc_rl.config.preferences import DpoConfig, RmConfig
 from hpc_rl.config.ray import RayJobConfig
-from hpc_rl.config.reward import OptionalRewardConfig
 from hpc_rl.config.rollout import engine_name, engine_spec
 from hpc_rl.config.select import SelectConfig
 from hpc_rl.config.training import ModelConfig
 from hpc_rl.data.selection import check_scored
-from hpc_rl.environments.loading import ENVIRONMENT, TOOLS, check_name
+from hpc_rl.environments.loading import ENVIRONMENT, TOOLS
 from hpc_rl.errors import UserError
 from hpc_rl.host.ray_version import check_ray, installed_ray
 from hpc_rl.images.run_options import image_preflight
 from hpc_rl.plan.memory import models_of
-from hpc_rl.rewards.check import check_function, check_url
+from hpc_rl.rewards.check import check_url
 from hpc_rl.submission.after import is_coming
 from hpc_rl.submission.hub import hub_cache
 from hpc_rl.submission.job import Job
+from hpc_rl.submission.preflight.code import (
+    check_environment_name,
+    check_imports,
+    check_reward,
+    check_tools,
+    user_names,
+)
 from hpc_rl.submission.preflight.data import check_train_data, check_val_data
 from hpc_rl.submission.preflight.folders import check_locks, check_run_dir, check_shared
 from hpc_rl.submission.preflight.gpus import (
@@ -62,11 +67,14 @@ from hpc_rl.submission.preflight.program import (
     check_torchrun_program,
     check_transfer_queue,
 )
-
-BASH_TIMEOUT_S = 20
+from hpc_rl.submission.setup_lines import bash_errors, is_complete, statements
 
 _SECRET = re.compile(r"(HF|HUGGING_FACE_HUB|GITHUB|RAY_AUTH)_TOKEN|\w*(API_KEY|ACCESS_KEY|PASSWORD|_SECRET)")
 """Names of variables whose values are secret."""
+
+
+_REPLACES = re.compile(r"(.*[;&|({]\s*)?exec\s+(-\w+\s+)*[^-\s<>&{\d]")
+"""A line of bash in which a program takes the place of the shell. `exec > FILE` and `exec 3< FILE` only redirect."""
 
 
 class Question(NamedTuple):
@@ -249,7 +257,7 @@ def reward(job: Job) -> Iterator[Question]:
     same_python = config.slurm.python is None and config.container.image is None
     for each in config.reward.each_function():
         if not job.expects(each.function):
-            yield Question(_check_reward, (each, same_python))
+            yield Question(check_reward, (each, same_python))
     if config.reward.url is not None:
         yield Question(check_url, (config.reward.url,))
 
@@ -263,7 +271,11 @@ def environment(job: Job) -> Iterator[Question]:
     named = [(ENVIRONMENT, config.environment.name)] if config.environment.name is not None else []
     for option, name in [*named, *((TOOLS, tool) for tool in config.environment.tools)]:
         if not job.expects(name):
-            yield Question(_check_name, (option, name, same_python))
+            yield Question(check_environment_name, (option, name, same_python))
+    yield Question(check_tools, (config.environment, config.model, config.data, hub_cache(config)))
+    if config.container.image is None and not config.slurm.modules and not config.slurm.setup:
+        for option, name in user_names(config.reward, config.environment):
+            yield Question(check_imports, (option, name, config.slurm.python))
 
 
 def agent(job: Job) -> Iterator[Question]:
@@ -348,18 +360,12 @@ def check_group(group: str) -> None:
 
 def check_bash(key: str, lines: tuple[str, ...]) -> None:
     """Raise UserError if bash cannot read these lines of the job script, such as a quote that is not closed."""
-    done = subprocess.run(
-        ["bash", "-n", "-c", "\n".join(lines)], capture_output=True, text=True, timeout=BASH_TIMEOUT_S, check=False
-    )
-    if done.returncode:
-        said = done.stderr.strip().splitlines()
-        raise UserError(f"{key}: bash cannot read {'; '.join(lines)!r}: {said[-1].removeprefix('bash: -c: ')}")
-
-
-def _check_reward(reward: OptionalRewardConfig, same_python: bool) -> str | None:
-    assert reward.function is not None
-    return check_function(reward.function, reward.kwargs, same_python=same_python)
-
-
-def _check_name(option: str, name: str, same_python: bool) -> str | None:
-    return check_name(option, name, same_python=same_python)
+    shown = repr("; ".join(lines))
+    if said := bash_errors(lines):
+        raise UserError(f"{key}: bash cannot read {shown}: {said[-1].removeprefix('bash: -c: ')}")
+    if not is_complete("\n".join(lines)):
+        raise UserError(f"{key}: {shown} ends with a backslash, which would join it to the next line of the job script")
+    if replacing := next((one for one in statements(lines) if _REPLACES.match(one)), None):
+        raise UserError(
+            f"{key}: {replacing!r} replaces the job script, so that nothing is trained: start the program without exec"
+        )
