@@ -81,8 +81,10 @@ class RunStatus:
 
     @property
     def left_no_log(self) -> bool:
-        """Whether the job has failed, and Slurm could not create its log: usually, its nodes lack the folder."""
-        return self.state == "FAILED" and self.log is not None and not Path(self.log).exists()
+        """Whether the job has failed, and neither Slurm nor the job left a file: usually, its nodes lack the folder."""
+        if self.state != "FAILED" or self.log is None or Path(self.log).exists():
+            return False
+        return read_json(RunDir(Path(self.run_dir)).status).get("job_id") != self.job_id
 
     def as_json(self) -> str:
         return json.dumps(asdict(self))

@@ -138,7 +138,7 @@ UNKNOWN = [
     "[ERROR] the image has no frobnicator",
     "slurmstepd: error: pyxis: the frobnicator is closed",
     "bash: line 3: cd: too many arguments",
-    "/opt/env/bin/python3.11: No module named frobnicate",
+    "/opt/env/bin/python3.11: Error while finding the frobnicator",
     "enroot-frob: it does not frob",
 ]
 LATER = "srun: error: node1: task 0: Exited with exit code 1\nKeyError: 'later'\nsrun: error: another one\n"

@@ -224,7 +224,7 @@ def test_a_log_that_cannot_be_written_is_explained(workspace: Workspace) -> None
         assert done.returncode not in (0, 2)
         assert "Is the run directory on a shared file system?" in done.stdout
         assert f"run directory {path} is on /dev/shm (tmpfs), which looks like a disk" in done.stderr
-        assert "The nodes do not share the folder" in workspace.ok("explain", path).stdout
+        assert "The nodes do not share the folder" in workspace.ok("explain", path)
         for command, words in (
             ("logs", "its job has ended"),
             ("report", "left no log"),
