@@ -121,7 +121,7 @@ def check_liger(key: str, path: str, cache: HubCache) -> None:
 
 def check_unquantised(key: str, path: str, cache: HubCache) -> None:
     """Raise UserError if a model's weights are quantised, as far as the files on this machine show it."""
-    folder = _model_folder(path, cache)
+    folder = model_folder(path, cache)
     if folder is not None:
         files = {file.name: file for file in folder.glob("*") if file.is_file()}
         weights = sorted(folder.glob("*.safetensors"))
