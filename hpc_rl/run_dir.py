@@ -72,6 +72,11 @@ class RunDir:
         return self.path / _SCRIPT
 
     @property
+    def support(self) -> Path:
+        """support.sh: functions of bash that the job script uses."""
+        return self.path / "support.sh"
+
+    @property
     def job(self) -> Path:
         """job.json: what was submitted, when and as which job."""
         return self.path / _JOB

@@ -8,6 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from hpc_rl.cli.app import RunArgument, SiteOption, app, continue_in_job_python, leave, one_of
+from hpc_rl.cli.paths import path
 from hpc_rl.errors import UserError
 from hpc_rl.host.counted import counted
 
@@ -82,7 +83,7 @@ def check(
     config = compose(kind, overrides or [], {**settings, **_UNREAD[kind]}, profile)
     assert isinstance(config, FinetuneConfig | PpoConfig)
     if not has_model:
-        print(check_rows(file, config.data))
+        print("\n".join(check_rows(file, config.data)))
         print("To see a row as tokens, name a model: --model FOLDER_OR_NAME")
         return
     if config.slurm.python is not None and Path(config.slurm.python).exists():
@@ -94,12 +95,45 @@ def check(
 
 
 @data_app.command()
+def convert(
+    file: Annotated[
+        str, typer.Argument(metavar="FILE", help="Data file, or the name of a data set on the hub (its train split).")
+    ],
+    output: Annotated[Path, typer.Option(help="File to write: jsonl.")],
+    shape: Annotated[
+        str | None,
+        typer.Option(
+            metavar="SHAPE",
+            help="Shape of the rows, such as sharegpt or alpaca. The default is that of the first row.",
+            show_default=False,
+        ),
+    ] = None,
+) -> None:
+    """Convert a data set to rows that training reads without further options.
+
+    It reads the shapes of ShareGPT, Alpaca, HH, KTO, UltraFeedback, prompt and completion, OpenAI's preferences and
+    verl's files for RL. Every row that is written has been checked.
+
+    Example: hpc-rl data convert sharegpt.json --output train.jsonl
+    """
+    from hpc_rl.data.convert import convert as convert_rows
+    from hpc_rl.data.shapes import SHAPES
+
+    if shape is not None and shape not in SHAPES:
+        raise UserError(f"--shape {shape}: choose one of {', '.join(SHAPES)}")
+    found = convert_rows(file, output, shape)
+    print(f"{output}: {counted(found.rows, 'row')} of the shape {found.name}")
+    options = " ".join(filter(None, [found.shape.kind, f"data.train_files={output}", found.shape.options]))
+    print(f"To train: hpc-rl submit {options}")
+
+
+@data_app.command()
 def gsm8k(
     source: Annotated[
         str,
         typer.Option(help="Source of GSM8K: a folder, a data file, or the name of a data set on the hub."),
     ],
-    out: Annotated[Path, typer.Option(help="Folder for train.jsonl and test.jsonl.")],
+    out: Annotated[Path, typer.Option(parser=path, help="Folder for train.jsonl and test.jsonl.")],
 ) -> None:
     """Write GSM8K, grade-school mathematics (Cobbe et al. 2021), as chat messages.
 
@@ -117,7 +151,7 @@ def gsm8k(
 
 @data_app.command()
 def arithmetic(
-    out: Annotated[Path, typer.Option(help="Folder for train.jsonl and val.jsonl.")],
+    out: Annotated[Path, typer.Option(parser=path, help="Folder for train.jsonl and val.jsonl.")],
     train: Annotated[int, typer.Option(min=1, help="Number of training questions.")] = 4000,
     val: Annotated[int, typer.Option(min=1, help="Number of validation questions.")] = 200,
     seed: Annotated[int, typer.Option(help="Random seed for choosing the questions.")] = 0,
@@ -149,7 +183,7 @@ def select_rows(
     responses: Annotated[
         list[str], typer.Argument(metavar="RESPONSES", help="Files of scored responses (responses.jsonl of a run).")
     ],
-    output: Annotated[Path, typer.Option(help="File to write: jsonl.")],
+    output: Annotated[Path, typer.Option(parser=path, help="File to write: jsonl.")],
     best_of_n: Annotated[
         bool, typer.Option("--best-of-n", help="The best response to each prompt, as chats for sft.")
     ] = False,

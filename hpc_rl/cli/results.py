@@ -12,6 +12,7 @@ import typer
 
 from hpc_rl.cli.app import OptionalRunArgument, app, continue_in_job_python, leave, note
 from hpc_rl.cli.completion import run_names
+from hpc_rl.cli.paths import path
 from hpc_rl.cli.text import aligned, explanation_text, short_path, size_text
 from hpc_rl.errors import UserError
 from hpc_rl.host.counted import counted
@@ -88,6 +89,7 @@ def report(
     out: Annotated[
         Path | None,
         typer.Option(
+            parser=path,
             help="File to write. The default is report.html, in the directory of the run, sweep or pipeline, or in the "
             "current directory for several runs.",
             show_default=False,
@@ -125,7 +127,7 @@ class Dtype(StrEnum):
 @app.command()
 def export(
     source: Annotated[str, typer.Argument(metavar="RUN_OR_CHECKPOINT", help="A run or a checkpoint folder.")],
-    out: Annotated[Path, typer.Argument(metavar="OUT", help="New or empty folder for the model.")],
+    out: Annotated[Path, typer.Argument(parser=path, metavar="OUT", help="New or empty folder for the model.")],
     dtype: Annotated[
         Dtype | None,
         typer.Option(help="Data type of the weights. The default is trainer.export_dtype.", show_default=False),

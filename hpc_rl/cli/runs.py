@@ -82,9 +82,11 @@ def logs(
             print(line if node is None else f"{path.stem}: {line}", flush=True)
 
     files = log_files(found, node)
-    if not files and not (follow and status_of(found).active):
+    now = None if files else status_of(found)
+    if now is not None and not (follow and now.active):
         what = "log yet" if node is None else f"logs of node {node}"
-        raise UserError(f"run {found.name} has no {what} in {found.path}")
+        ended = f": its job has ended ({now.state}), and hpc-rl explain {found.name} shows why" if now.ended else ""
+        raise UserError(f"run {found.name} has no {what} in {found.path}{ended}")
     if follow and node is None and not as_json:
         with RunView(found) as view:
             leave(wait_for(found, view.poll))
@@ -246,7 +248,7 @@ def attach(
 
     Example: hpc-rl attach --node 1 sft-1 nvidia-smi
     """
-    from hpc_rl.runs.status import find_run, is_local, status_of
+    from hpc_rl.runs.status import find_run, is_local, place_of, status_of
     from hpc_rl.slurm import commands
     from hpc_rl.slurm.allocation import expand_hostlist
 
@@ -259,7 +261,7 @@ def attach(
     if node >= len(nodes):
         raise UserError(f"run {found.name} has no node {node}: its nodes are 0 to {len(nodes) - 1}")
     shell = [os.environ.get("SHELL", "/bin/bash")]
-    argv = commands.attach_argv(now.job_id, nodes[node], command or shell, terminal=sys.stdin.isatty())
+    place = place_of(found)
+    argv = commands.attach_argv(now.job_id, place, nodes[node], command or shell, terminal=sys.stdin.isatty())
     # Variables of an allocation around this shell do not describe that job.
-    kept = {key: value for key, value in os.environ.items() if key == "SLURM_CONF" or not key.startswith("SLURM_")}
-    os.execvpe(argv[0], argv, {**kept, ENV_RUN_DIR: str(found.path)})
+    os.execvpe(argv[0], argv, {**place.environment(os.environ), ENV_RUN_DIR: str(found.path)})

@@ -16,6 +16,7 @@ import typer
 
 from hpc_rl.cli.app import CommandWithProgram, KindArgument, SiteOption, app, leave, note, program_of
 from hpc_rl.cli.completion import options
+from hpc_rl.cli.paths import path
 from hpc_rl.cli.text import explanation_text, short_path, status_text, submitted_text
 from hpc_rl.cli.waiting import interrupted
 from hpc_rl.errors import UserError
@@ -37,7 +38,9 @@ OverridesArgument = Annotated[
         autocompletion=options,
     ),
 ]
-RunDirOption = Annotated[Path | None, typer.Option(help="Run directory. The default is runs/NAME.", show_default=False)]
+RunDirOption = Annotated[
+    Path | None, typer.Option(parser=path, help="Run directory. The default is runs/NAME.", show_default=False)
+]
 
 
 LocalOption = Annotated[bool, typer.Option("--local", help="Run on this machine, without Slurm.")]
@@ -169,7 +172,9 @@ def submit(
     run_dir: RunDirOption = None,
     script: Annotated[
         Path | None,
-        typer.Option(help="Submit this script, which `hpc-rl render` wrote, possibly edited.", show_default=False),
+        typer.Option(
+            parser=path, help="Submit this script, which `hpc-rl render` wrote, possibly edited.", show_default=False
+        ),
     ] = None,
     test: Annotated[
         bool, typer.Option("--test", help="Submit a short trial: two steps, 10 minutes, slurm.test_partition if set.")
@@ -189,7 +194,7 @@ def submit(
     """
     from hpc_rl.submission import launch, queue
     from hpc_rl.submission.directives import environment_notes
-    from hpc_rl.submission.preflight.checks import check_run_dir
+    from hpc_rl.submission.preflight.folders import check_run_dir
     from hpc_rl.submission.request import job_of_script
 
     here = local or in_allocation

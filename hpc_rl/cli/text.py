@@ -51,7 +51,7 @@ def status_text(found: RunStatus) -> str:
         rows.append(("disk", found.disk))
     if found.log and Path(found.log).exists():
         rows.append(("log", short_path(Path(found.log))))
-    elif found.state == "FAILED" and not found.attempt:
+    elif found.left_no_log:
         reason = "Its file system is full" if found.disk else "Is the run directory on a shared file system?"
         rows.append(("log", f"none: the job could not write it. {reason}"))
     width = max(len(name) for name, _ in rows)
@@ -79,11 +79,13 @@ def explanation_text(found: Explanation, brief: bool = False) -> str:
             lines.insert(-1, f"  plan:  {found.plan}")
         more = [] if brief else [f"also: {other.failure.title}: {other.line[:MOST_SHOWN]}" for other in others]
         blocks.append("\n".join(lines + more))
-    elif found.last_errors and not brief:
+    if found.launch_error:
+        blocks.append(f"the first error of the launch:\n  {found.launch_error[:MOST_SHOWN]}")
+    if found.last_errors and not (found.findings or brief):
         blocks.append(
             _quoted("the cause is not a known failure; the last lines that look like errors:", found.last_errors)
         )
-    elif found.last_lines and not brief:
+    elif found.last_lines and not (found.findings or brief):
         blocks.append(
             _quoted("no known failure, and no line that looks like an error; the last lines:", found.last_lines)
         )

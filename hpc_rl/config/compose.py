@@ -22,6 +22,7 @@ from hpc_rl.config.job import JobConfig
 from hpc_rl.config.keys import MISSING, documented_keys, find_annotation, leaf_types, nearest
 from hpc_rl.config.kinds import KINDS
 from hpc_rl.config.origins import line_in, origin_of
+from hpc_rl.config.references import resolve, short
 from hpc_rl.config.tree import flat, merged, put, read_tree
 from hpc_rl.errors import UserError
 
@@ -89,7 +90,7 @@ def compose_each(
         for choose in fill_in:
             for key, value in choose(tree).items():
                 put(tree, key, value)
-        _check_references(tree)
+        resolve(KINDS[job].schema, tree)
         words = [*overrides, *own]
         given = [*words, *(f"{key}={value}" for key, value in (settings or {}).items())]
         command = typed or ["hpc-rl", "submit", job, *_as_words(settings or {}), *words]
@@ -103,6 +104,7 @@ def compose_partly(
 ) -> tuple[JobConfig, list[str]]:
     """Compose a configuration to look at: required keys that are missing are `???`, and are returned by name."""
     tree, schema = _tree(job, overrides, site), KINDS[job].schema
+    resolve(schema, tree)
     try:
         schema.model_validate(tree)
     except ValidationError as error:
@@ -198,22 +200,6 @@ def _with_values(job: str, tree: dict[str, Any], overrides: Sequence[str]) -> di
     return tree
 
 
-def _check_references(tree: Mapping[str, Any]) -> None:
-    """Check that every `${` in a text is closed: bash and Hydra, which read such texts later, would fail.
-
-    Raises:
-        UserError: names every such key, a line each.
-    """
-    open_ones = [
-        f"{key}: {_short(text)!r} has an unfinished `${{`: close it with }}, or leave it out"
-        for key, value in flat(tree).items()
-        for text in (value if isinstance(value, list) else [value])
-        if isinstance(text, str) and re.search(r"\$\{[^}]*$", text)
-    ]
-    if open_ones:
-        raise UserError("\n".join(open_ones))
-
-
 def _needs_hydra(override: str, known: set[str]) -> bool:
     """Return whether an override chooses a file of a group, or refers to another key."""
     return override.partition("=")[0].lstrip("+") in known or "${" in override or override.startswith("~")
@@ -240,7 +226,7 @@ def _unreadable(override: str) -> str:
     key, _, text = override.partition("=")
     quoted = f"; quote text: \"{key}='{text}'\"" if not set(text) & set("'\"") else ""
     return (
-        f"{override}: the value {_short(text)!r} cannot be read; close all brackets and quotes, write a list as "
+        f"{override}: the value {short(text)!r} cannot be read; close all brackets and quotes, write a list as "
         f"{key}=[A,B] and a table as '{key}={{a: 1, b: 2}}'{quoted}"
     )
 
@@ -401,11 +387,7 @@ def problem_text(details: Any) -> str:
     found = details.get("input")
     if details["type"] == "literal_error" and isinstance(found, str):
         choices = re.findall("'([^']*)'", details["ctx"]["expected"])
-        return f"{message}, found {_short(repr(found))}{nearest(found, choices)}"
+        return f"{message}, found {short(repr(found))}{nearest(found, choices)}"
     if details["type"] == "string_type" and isinstance(found, int | float):
         return f"{message}, found {found!r}: quote it"  # YAML reads 0123 and 1_000 as numbers
-    return message if details["type"] == "value_error" else f"{message}, found {_short(repr(found))}"
-
-
-def _short(text: str, limit: int = 200) -> str:
-    return text if len(text) <= limit else f"{text[:limit]}..."
+    return message if details["type"] == "value_error" else f"{message}, found {short(repr(found))}"

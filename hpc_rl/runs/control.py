@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 from hpc_rl.errors import EXIT_STOPPED, UserError
@@ -13,8 +13,9 @@ from hpc_rl.host.counted import counted
 from hpc_rl.host.files import read_json, write_atomically
 from hpc_rl.host.ownership import is_own_folder
 from hpc_rl.run_dir import RunDir
-from hpc_rl.runs.status import RunStatus, in_slurm, process_alive, status_of, statuses_of
+from hpc_rl.runs.status import RunStatus, in_slurm, place_of, process_alive, status_of, statuses_of
 from hpc_rl.slurm import commands
+from hpc_rl.slurm.place import by_place
 
 STATE_POLL_S = (1.0, 15.0)
 """First and last interval between two queries to Slurm. The interval grows because many users share its controller."""
@@ -160,12 +161,22 @@ def cancel_jobs(active: Sequence[RunStatus]) -> None:
             f"try again later, or let it save and exit, which needs no answer of Slurm: hpc-rl stop {silent.run}"
         )
     within_s = commands.LOOK_S if len(active) == 1 else commands.TIMEOUT_S
-    commands.cancel(*(str(now.job_id) for now in active), within_s=within_s)
+    cancel_ids([(str(now.job_id), RunDir(Path(now.run_dir))) for now in active], within_s)
     for now in active:
         run = RunDir(Path(now.run_dir))
         write_atomically(run.cancelled, f"{now.job_id}\n")
         if now.state == "PENDING":
             run.write_status(now.job_id, 0, "CANCELLED", None)
+
+
+def cancel_ids(jobs: Iterable[tuple[str, RunDir]], within_s: float = commands.TIMEOUT_S) -> None:
+    """Cancel jobs of some runs, each in its cluster.
+
+    Raises:
+        UserError: as `commands.cancel`.
+    """
+    for place, job_ids in by_place((job_id, place_of(run)) for job_id, run in jobs).items():
+        commands.cancel(*job_ids, place=place, within_s=within_s)
 
 
 def check_own(run: RunDir) -> None:

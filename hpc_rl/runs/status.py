@@ -21,6 +21,7 @@ from hpc_rl.host.files import open_regular, read_json
 from hpc_rl.run_dir import MARKS, PIPELINE_MARK, SWEEP_MARK, RunDir, terminated_file
 from hpc_rl.runs import remembered
 from hpc_rl.slurm import commands
+from hpc_rl.slurm.place import Place, by_place, recorded
 from hpc_rl.slurm.states import ENDED, JobState
 from hpc_rl.tracking.metrics import parse_line
 
@@ -77,6 +78,11 @@ class RunStatus:
     def active(self) -> bool:
         """Whether a job may be writing to the run directory; true also while Slurm does not answer."""
         return not self.ended and self.state != NOT_SUBMITTED
+
+    @property
+    def left_no_log(self) -> bool:
+        """Whether the job has failed, and Slurm could not create its log: usually, its nodes lack the folder."""
+        return self.state == "FAILED" and self.log is not None and not Path(self.log).exists()
 
     def as_json(self) -> str:
         return json.dumps(asdict(self))
@@ -157,6 +163,11 @@ def _in_slurm(job: Mapping[str, Any], job_id: str | None) -> bool:
     return not is_local(job_id or "") and ("pid" not in job or job.get("job_id") != job_id)
 
 
+def place_of(run: RunDir) -> Place:
+    """Return the cluster to which the run's newest job was submitted."""
+    return recorded(read_json(run.job), os.environ)
+
+
 def status_of(run: RunDir, within_s: float = commands.LOOK_S) -> RunStatus:
     """Read the state from Slurm, or from the run directory if Slurm has no record; the progress from metrics.jsonl.
 
@@ -164,28 +175,42 @@ def status_of(run: RunDir, within_s: float = commands.LOOK_S) -> RunStatus:
         within_s: seconds to wait for Slurm. After that, the state is the last one that the job recorded.
     """
     job = current_job(run), read_json(run.job)
-    return _status(run, *job, lambda job_id: commands.job_state(job_id, within_s), disk_problem(run.path) or "")
+    place = recorded(job[1], os.environ)
+    return _status(run, *job, lambda job_id: commands.job_state(job_id, within_s, place), disk_problem(run.path) or "")
 
 
 def statuses_of(found: Sequence[RunDir], within_s: float = commands.LOOK_S) -> list[RunStatus]:
-    """Read the states of many runs with a constant number of queries to Slurm. See `status_of`."""
+    """Read the states of many runs with a constant number of queries to each of their clusters. See `status_of`."""
     jobs = [(current_job(run), read_json(run.job)) for run in found]
-    ids = {job_id for job_id, job in jobs if job_id and _in_slurm(job, job_id)}
+    places = [recorded(job, os.environ) for _, job in jobs]
+    ids = by_place(
+        (job_id, place) for (job_id, job), place in zip(jobs, places, strict=True) if job_id and _in_slurm(job, job_id)
+    )
+    asks = {place: _answers(job_ids, place, within_s) for place, job_ids in ids.items()}
     devices = [_device(run.path) for run in found]
     one_on = dict(zip(devices, found, strict=True))
     disks = {device: disk_problem(run.path) or "" for device, run in one_on.items()}
+    return [
+        _status(run, *job, asks.get(place, _unknown), disks[device])
+        for run, job, place, device in zip(found, jobs, places, devices, strict=True)
+    ]
+
+
+def _unknown(_job_id: str) -> JobState | None:
+    return None
+
+
+def _answers(job_ids: Sequence[str], place: Place, within_s: float) -> Ask:
+    """Ask a cluster about many jobs at once."""
     try:
-        states = commands.job_states(ids, within_s)
+        return commands.job_states(job_ids, within_s, place).get
     except commands.NoAnswer as error:
         silence = error
 
         def no_answer(_job_id: str) -> JobState | None:
             raise silence
 
-        ask: Ask = no_answer
-    else:
-        ask = states.get
-    return [_status(run, *job, ask, disks[device]) for run, job, device in zip(found, jobs, devices, strict=True)]
+        return no_answer
 
 
 def _status(run: RunDir, job_id: str | None, job: Mapping[str, Any], ask: Ask, disk: str) -> RunStatus:
@@ -313,14 +338,19 @@ def _last_recorded(run: RunDir, silence: str, state: str) -> dict[str, Any]:
 
 
 def _run_of_job(job_id: str) -> RunDir:
+    found = []
     every = dict.fromkeys([ROOT.absolute(), *remembered.folders()])
     for path in (path for folder in every for path in runs_below(folder)):
         run = RunDir(path.absolute())
         ids = [str(read_json(mark).get("job_id")) for mark in (run.job, run.status)]
         if job_id in ids or job_log(run, job_id).is_file():
-            return run
-        if any(known.startswith(f"{job_id}_") for known in ids):
+            found.append(run)
+        elif any(known.startswith(f"{job_id}_") for known in ids):
             raise _names_several(job_id, path.parent)
+    if len(found) > 1:  # of several clusters, or of one that has begun to count again
+        raise UserError(f"job {job_id} is that of several runs: name one of {', '.join(run.name for run in found)}")
+    if found:
+        return found[0]
     where = f"job {job_id} does not belong to a run in {ROOT.absolute()} or another folder of your runs"
     try:
         log = commands.job_log(job_id)

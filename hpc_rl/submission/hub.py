@@ -73,7 +73,7 @@ def _path(text: str) -> Path:
 
 def _snake_case(name: str) -> str:
     """Convert GSM8kHard to gsm8k_hard, as `datasets` names its folders."""
-    name = re.sub(r"([A-Z]+)([A-Z][a-z])", r"\1_\2", name)
+    name = re.sub(r"(?<=[A-Z])(?=[A-Z][a-z])", "_", name)
     return re.sub(r"([a-z\d])([A-Z])", r"\1_\2", name).lower()
 
 

@@ -12,6 +12,7 @@ from typing import Any
 from hpc_rl.config.compose import compose
 from hpc_rl.config.job import JobConfig
 from hpc_rl.config.kinds import KINDS
+from hpc_rl.config.references import expanded_path
 from hpc_rl.errors import UserError
 from hpc_rl.run_dir import ENV_RUN_DIR, RunDir
 from hpc_rl.runs.models import models_of_runs
@@ -113,12 +114,26 @@ def job_of(request: Request, config: JobConfig, taken: frozenset[str], devices: 
     stem, is_named = name or request.kind, request.run_dir is not None or name is not None
     if request.is_test:  # never in the run directory of the run that it tries
         stem, is_named, config = f"{stem}-test", False, config.updated("slurm.job_name", None)
-    path = request.run_dir or ROOT / (stem if is_named else free_name(stem, taken))
+    path = typed_run_dir(request) or ROOT / (stem if is_named else free_name(stem, taken))
     run_dir = RunDir(_possible(path.absolute()))
     return Job(
         request.kind, config, run_dir, Path.cwd(), request.program, after, request.command, is_named,
         nodes=devices.nodes, note=devices.note,
     )  # fmt: skip
+
+
+def typed_run_dir(request: Request) -> Path | None:
+    """Return the run directory that the user has chosen, with variables and `~` replaced as in the configuration.
+
+    Raises:
+        UserError: a variable is not set.
+    """
+    if request.run_dir is None:
+        return None
+    try:
+        return Path(expanded_path(request.run_dir))
+    except ValueError as error:
+        raise UserError(f"--run-dir: {error}") from error
 
 
 def reserve(job: Job) -> Job:

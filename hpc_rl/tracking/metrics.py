@@ -34,7 +34,7 @@ MOST_STEPS = 50_000
 """Enough steps of a run for plots and medians: a hundred for each point of a plot."""
 _OF_ALL = ("step", "total_steps", "time")
 """Keys of every line."""
-_BEGIN = re.compile(rb'\{"step": (\d+),')
+_BEGIN = re.compile(rb'\{"step": (\d{1,18}),')
 """The beginning of the lines that `MetricsFile` writes."""
 _VALIDATION = b'"val/'
 _TAIL_BYTES = 2**20
@@ -143,6 +143,8 @@ def _last_step(file: BinaryIO) -> int:
 
 def parse_line(line: bytes | str) -> Record | None:
     """Return the record of one line, or None if the line is not a complete record."""
+    if line[:1] not in ("{", b"{"):
+        return None
     try:
         record = json.loads(line)
     except ValueError:

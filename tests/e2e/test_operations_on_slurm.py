@@ -184,7 +184,7 @@ def test_a_job_in_an_allocation_waits_for_nothing(workspace: Workspace) -> None:
         cwd=workspace.folder, env=dict(workspace.environ), capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert "requests 3 nodes, but allocation" in done.stderr
-    assert "step 4/4" in done.stdout and "last 3" in done.stdout, done.stdout + done.stderr
+    assert "step 4/4" in done.stdout and "last 2" in done.stdout, done.stdout + done.stderr
     status = workspace.status("inside")
     assert (status["state"], status["step"], status["nodes"]) == ("COMPLETED", 4, "node[1-2]")
     assert {path.name for path in (workspace.folder / "runs/inside/attempt-1").glob("*rank*.log")} == {
@@ -239,7 +239,7 @@ def test_the_table_with_accounting_knows_exit_codes(accounting_cluster: Cluster)
     words = ["sweep", "torchrun", "--job-name", "codes", *SETUPS, "trainer.device=cpu"]
     accounted.ok(*words, "--", "nothing.py")
     accounted.ok("submit", "torchrun", "--sbatch", "hold", "trainer.device=cpu", "--", "nothing.py")
-    expected = [("codes_1", "COMPLETED", 0), ("codes_2", "FAILED", 3), ("torchrun-1", "PENDING", None)]
+    expected = [("codes_1", "COMPLETED", 0), ("codes_2", "FAILED", 2), ("torchrun-1", "PENDING", None)]
 
     def is_known() -> bool:  # accounting is updated a little later than the controller
         return [(row["run"], row["state"], row["exit_code"]) for row in rows(accounted)] == expected

@@ -1,7 +1,11 @@
 import pytest
 
 from hpc_rl.slurm.states import (
+    NEVER,
+    NOT_STARTED,
     JobState,
+    exit_code_of,
+    never_starts,
     newer,
     read_sacct,
     read_scontrol,
@@ -89,3 +93,38 @@ def test_the_run_directory_is_read_as_bash_would() -> None:
     for unknown in ("$SCRATCH/r1", "`pwd`/r1", '"$(pwd)"'):
         with pytest.raises(ValueError, match="RUN="):
             run_dir_of_script(f"export RUN={unknown}", "RUN", {})
+
+
+@pytest.mark.parametrize(
+    ("text", "code"),
+    [("0:0", 0), ("3:0", 3), ("0:9", 137), ("0:15", 143), ("0:31", 159), ("0:53", 1), ("0:125", 1), ("", None)],
+)
+def test_numbers_that_are_no_signals_are_failures_of_slurm(text: str, code: int | None) -> None:
+    assert exit_code_of(text) == code
+
+
+def test_a_script_that_slurm_could_not_start_has_the_cause() -> None:
+    assert read_sacct("7|FAILED|0:53|node1|None\n", "7") == JobState("FAILED", "node1", NOT_STARTED, 1)
+    text = SCONTROL.format(state="FAILED", reason="RaisedSignal:53(Real-time_signal_19)", code="0:53", nodes="node1")
+    found = read_scontrol(text)
+    assert found is not None and (found.reason, found.exit_code) == (NOT_STARTED, 1)
+
+
+@pytest.mark.parametrize(
+    ("reason", "never"),
+    [
+        *((reason, True) for reason in NEVER),
+        ("QOSMaxGRESPerJob", True),
+        ("QOSMaxWallDurationPerJobLimit", True),
+        ("AssocMaxCpuPerJobLimit", True),
+        ("QOSMinGRES", True),
+        ("AssocGrpGRES", False),
+        ("QOSMaxJobsPerUserLimit", False),
+        ("Priority", False),
+        ("Resources", False),
+        ("BeginTime", False),
+        ("", False),
+    ],
+)
+def test_reasons_that_no_wait_changes(reason: str, never: bool) -> None:
+    assert (never_starts(reason) is not None) is never

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from hpc_rl.config.generate import EvalConfig, GenerateConfig
 from hpc_rl.config.pools import pool_of, pool_spec
 from hpc_rl.config.rollout import engine_name
-from hpc_rl.data.chat import chat_template
+from hpc_rl.data.chat import chat_template, template_remarks
 from hpc_rl.data.lazy import Subsequence
 from hpc_rl.rewards.scorer import open_scorer
 from hpc_rl.rl.calls import MODEL_LIMIT, wait_for_all
@@ -135,6 +135,8 @@ def prepare(config: GenerateConfig, run: RunDir, logs: Path, closing: ExitStack)
     """
     tokenizer = load_tokenizer(config.model)
     tokenizer.chat_template = chat_template(tokenizer, config.data)
+    for line in template_remarks(tokenizer, learns=False):
+        print(line, flush=True)
     environment = None
     if config.environment.is_used:
         environment = Environment(config, tokenizer, open_environments(config, logs))

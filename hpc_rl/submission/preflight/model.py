@@ -9,7 +9,15 @@ from hpc_rl.config.finetune import FinetuneDataConfig
 from hpc_rl.config.groups import path_of_choice
 from hpc_rl.config.prompts import PromptConfig
 from hpc_rl.config.training import ModelConfig, ModelSource
-from hpc_rl.data.template import check_template, read_template, stored_template
+from hpc_rl.data.assistant_text import remarks
+from hpc_rl.data.template import (
+    added_tokens,
+    check_template,
+    read_template,
+    special_tokens,
+    stored_template,
+    with_variables,
+)
 from hpc_rl.errors import UserError
 from hpc_rl.host.files import read_json
 from hpc_rl.host.large_files import check_model_folder
@@ -151,7 +159,7 @@ def check_adapters(model: ModelConfig, max_rank: int | None, coming: frozenset[P
         try:
             weights |= shapes(file)
         except (OSError, ValueError):
-            return  # the check of the model reports it
+            return None  # the check of the model reports it
     if lora.path is None:
         if weights:
             matching(lora.target_modules, block_layers(weights))
@@ -240,39 +248,45 @@ def _check_folder(what: str, folder: Path, remedy: str, with_weights: bool) -> N
         raise UserError(f"{what} is incomplete: {missing[0]}{more} missing in {folder}{remedy}")
 
 
-def check_chat_template(model: ModelSource, data: FinetuneDataConfig | PromptConfig, cache: HubCache) -> None:
+def check_chat_template(model: ModelSource, data: FinetuneDataConfig | PromptConfig, cache: HubCache) -> str | None:
     """Check that there is a tokenizer with a chat template that Jinja accepts.
+
+    Returns:
+        What a user should know about the template, a line each.
 
     Raises:
         UserError: the tokenizer or the template is missing, or the template has a syntax error.
     """
+    name = model.tokenizer_path or model.path
+    folder = model_folder(name, cache)
     if data.chat_template is not None:
         if not Path(data.chat_template).is_file():
             raise UserError(f"data.chat_template {data.chat_template}: there is no such file")
         where = f"data.chat_template {data.chat_template}"
-        check_template(read_template(Path(data.chat_template), where), where)
-        return
-    name = model.tokenizer_path or model.path
-    folder = model_folder(name, cache)
-    if folder is None:
+        template: str | None = read_template(Path(data.chat_template), where)
+    elif folder is None:
         if model.tokenizer_path is None:
-            return  # the check of the model reports it
+            return None  # the check of the model reports it
         if Path(name).exists() or not _HUB_NAME.fullmatch(name):
             raise UserError(f"model.tokenizer_path {name}: there is no such folder, and this is not a name on the hub")
         if cache.offline:
             raise UserError(not_cached(f"model.tokenizer_path {name}", name, cache.models, cache.offline))
         if cache.model_folder(name) is None:
             look_up(f"model.tokenizer_path {name}", name, "model", cache)
-        return
-    if not any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")):
+        return None
+    elif not any((folder / one).is_file() for one in ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")):
         raise UserError(f"{folder} has no tokenizer; set model.tokenizer_path")
-    template = stored_template(folder)
-    if template is not None:
-        check_template(template, f"the tokenizer in {folder}")
-    elif not read_json(folder / "tokenizer_config.json").get("chat_template") and not any(
-        folder.glob("chat_template.*")
-    ):
-        raise UserError(f"the tokenizer in {folder} has no chat template; set data.chat_template to a Jinja file")
+    else:
+        where, template = f"the tokenizer in {folder}", stored_template(folder)
+        if template is None and not any(folder.glob("chat_template.*")):
+            raise UserError(f"the tokenizer in {folder} has no chat template; set data.chat_template to a Jinja file")
+    if template is None:
+        return None
+    check_template(template, where)
+    if folder is None or not (folder / "tokenizer.json").is_file():
+        return None
+    used, learns = with_variables(template, data.chat_template_kwargs), isinstance(data, FinetuneDataConfig)
+    return "\n".join(remarks(used, added_tokens(folder), special_tokens(folder), learns)) or None
 
 
 def model_folder(path: str, cache: HubCache) -> Path | None:
