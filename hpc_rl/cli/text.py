@@ -43,6 +43,10 @@ def status_text(found: RunStatus) -> str:
     rows += [(key, f"{found.metrics[key]:.6g}") for key in shown if found.metrics.get(key) is not None]
     if found.state == "RUNNING" and found.metrics.get("perf/eta_s") is not None:
         rows.append(("time left", duration(found.metrics["perf/eta_s"])))
+    if found.state == "STOPPED":
+        is_local = (found.job_id or "").startswith("local-")
+        again = f"the same command with --job-name {found.run}" if is_local else f"hpc-rl requeue {found.run}"
+        rows.append(("to resume", again))
     if found.disk:
         rows.append(("disk", found.disk))
     if found.log and Path(found.log).exists():

@@ -280,7 +280,7 @@ def test_an_odd_run_directory_and_a_name_arrive_at_slurm(workspace: Workspace, s
     ("arguments", "said"),
     [
         (["submit", "sft", "--partition", "nope", *QUICK], "partition nope does not exist"),
-        (["submit", "sft", "--after", "999999", *QUICK], "--after 999999: Slurm has no such job"),
+        (["submit", "sft", "--after", "999999", *QUICK], "--after 999999: Slurm has no record of this job"),
         (["status", "999999"], "job 999999 does not belong to a run"),
         (["cancel", "999999"], "job 999999 does not belong to a run"),
         (["logs", "no-such-run"], "no run 'no-such-run'"),

@@ -388,3 +388,12 @@ def test_a_run_is_found_by_the_id_of_any_of_its_jobs_from_any_folder(
     (tmp_path / "slurm" / "sacct").write_text("#!/bin/sh\necho '8|TIMEOUT|0:0|node1|None'\n")
     with pytest.raises(UserError, match="in Slurm's accounting it is TIMEOUT, without the path of its log"):
         status.find_run("8")
+
+
+def test_a_stopped_run_names_what_resumes_it() -> None:
+    def text(state: str, job_id: str) -> str:
+        return status_text(RunStatus("sft-1", "x", job_id, state))
+
+    assert "to resume  hpc-rl requeue sft-1" in text("STOPPED", "7")
+    assert "to resume  the same command with --job-name sft-1" in text("STOPPED", "local-7")
+    assert "to resume" not in text("RUNNING", "7") + text("COMPLETED", "7")

@@ -67,7 +67,7 @@ def checked(name: str) -> str | None:
 def test_a_mistyped_data_folder_is_refused_and_a_fetched_data_set_accepted(folder: Path) -> None:
     with pytest.raises(UserError, match=r"data set dta: .*did you mean data\?"):
         checked("dta")
-    assert checked("owner/numbers") == "data set owner/numbers is on the hub: the job downloads it"
+    assert checked("owner/numbers") == "data set owner/numbers is a name on the hub: the job downloads it"
     prepared = folder / "hf/datasets/dta/default/0.0.0/abc"
     prepared.mkdir(parents=True)
     (prepared / "dataset_info.json").touch()
@@ -113,7 +113,7 @@ def test_what_is_nowhere_is_refused_and_a_hub_of_the_job_is_not_asked() -> None:
         config = compose("sft", [f"model.path={name}", "data.train_files=a", "trainer.device=cpu", *words])
         return check_model_path("model.path", name, frozenset(), hub_cache(config))
 
-    assert model("owner/m") == "model owner/m is on the hub: the job downloads it"
+    assert model("owner/m") == "model owner/m is a name on the hub: the job downloads it"
     for name in ("nowhere/model", "gpt2"):
         with pytest.raises(
             UserError, match=f"model.path {name} is not a path here and not in the cache .*, and HUB LACKS"

@@ -59,7 +59,7 @@ def look_up(what: str, name: str, kind: str, cache: HubCache) -> str:
             f"{what} is not a path here and not in the cache {where}, and {problem}: correct the path or the name, or "
             f"run hpc-rl fetch {name} where the hub can be reached"
         )
-    return f"{kind} {name} is on the hub: the job downloads it"
+    return f"{kind} {name} is a name on the hub: the job downloads it"
 
 
 def not_cached(what: str, name: str, where: Path, offline: str) -> str:

@@ -71,7 +71,11 @@ def check_model_path(
             refuse_mistyped(f"{key} {path}", path, folders_only=True)
         if cache.offline:
             raise UserError(not_cached(f"{key} {path}", path, cache.models, cache.offline))
-        return None if in_cache else look_up(f"{key} {path}", path, "model", cache)
+        return (
+            f"model {path} is a name on the hub, and in the cache"
+            if in_cache
+            else look_up(f"{key} {path}", path, "model", cache)
+        )
     try:
         _check_folder(f"{key} {path}", folder, "" if Path(path).is_dir() else f": hpc-rl fetch {path}", with_weights)
     except OSError as error:
