@@ -12,6 +12,7 @@ from hpc_rl.cli import submit, plan, sweep, models, runs, results, config, data,
 from hpc_rl.cli.app import app
 from hpc_rl.errors import EXIT_BAD_INPUT, UserError
 from hpc_rl.host.disk import UNWRITABLE, explained
+from hpc_rl.host.ownership import name_user
 
 _IMPOSSIBLE_PATH = (errno.ENAMETOOLONG, errno.ELOOP, errno.EACCES, errno.EPERM)
 """Errors of paths that come from the user and cannot be opened: bad input in every command."""
@@ -23,6 +24,7 @@ def main() -> NoReturn:
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")  # a terminal or a file whose encoding lacks a character shows ?
     try:
+        name_user()
         app(standalone_mode=True, prog_name="hpc-rl")
     except UserError as error:
         for line in str(error).splitlines():

@@ -14,8 +14,9 @@ from jinja2 import TemplateError
 from hpc_rl.config.finetune import FinetuneDataConfig
 from hpc_rl.config.prompts import PromptConfig
 from hpc_rl.data.assistant_text import ChatText, find_spans, remarks
-from hpc_rl.data.rows import Message
+from hpc_rl.data.messages import Chat, Message
 from hpc_rl.data.template import check_template, read_template, with_variables
+from hpc_rl.data.template_forms import forms_of
 from hpc_rl.data.turn_ends import Ends, find_ends
 from hpc_rl.errors import UserError
 
@@ -43,13 +44,10 @@ def chat_template(tokenizer: PreTrainedTokenizerBase, data: FinetuneDataConfig |
     return with_variables(template, data.chat_template_kwargs)
 
 
-def render(
-    tokenizer: PreTrainedTokenizerBase, template: str, messages: list[Message], where: str, ends: Ends
-) -> ChatText:
+def render(tokenizer: PreTrainedTokenizerBase, template: str, chat: Chat, ends: Ends) -> ChatText:
     """Render a conversation with a template that has no generation marks, and find the assistant's text.
 
     Args:
-        where: file and row number, for the error.
         ends: how the template ends turns.
 
     Raises:
@@ -57,9 +55,10 @@ def render(
     """
 
     def text_of(part: list[Message], generation_prompt: bool) -> str:
-        return as_text(tokenizer, template, part, where, generation_prompt)
+        own = chat.extras
+        return as_text(tokenizer, template, part, chat.where, generation_prompt, own.tools, own.variables)
 
-    return find_spans(text_of, messages, ends, where)
+    return find_spans(text_of, chat.messages, ends, chat.where)
 
 
 def turn_ends(tokenizer: PreTrainedTokenizerBase, template: str) -> Ends:
@@ -165,7 +164,7 @@ def as_text(
     """
     try:
         text = tokenizer.apply_chat_template(
-            messages,
+            forms_of(template).fitted(messages),
             chat_template=template,
             tools=list(tools) or None,
             tokenize=False,

@@ -10,10 +10,11 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from datetime import datetime
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, NoReturn
 
-from jinja2 import Environment, TemplateError, TemplateSyntaxError, nodes
+from jinja2 import Environment, Template, TemplateError, TemplateSyntaxError, nodes
 from jinja2.ext import Extension
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
@@ -63,7 +64,7 @@ def check_template(template: str, where: str) -> None:
         UserError: Jinja rejects the template; the message gives the line.
     """
     try:
-        _environment().from_string(template)
+        _compiled(template)
     except TemplateSyntaxError as error:
         raise UserError(f"{where}: Jinja rejects the chat template in line {error.lineno}: {error.message}") from error
     except (TemplateError, SyntaxError) as error:
@@ -74,30 +75,30 @@ def render_plainly(
     template: str,
     messages: Sequence[Mapping[str, Any]],
     where: str,
-    special_tokens: Mapping[str, str] | None = None,
+    variables: Mapping[str, Any] | None = None,
     generation_prompt: bool = False,
 ) -> str:
     """Render a conversation with Jinja alone, without the marks of the assistant's text.
 
     Args:
         where: file and row number, for the error.
-        special_tokens: variables such as bos_token and eos_token.
+        variables: those of the template, such as bos_token, eos_token and tools.
         generation_prompt: end the text at the start of the assistant's turn.
 
     Raises:
         UserError: Jinja rejects the template, or the template rejects the conversation.
     """
-    text = _render(template, messages, where, special_tokens, generation_prompt)
+    text = _render(template, messages, where, variables, generation_prompt)
     return text.replace(_START, "").replace(_END, "")
 
 
 def render_marked(
-    template: str, messages: Sequence[Mapping[str, Any]], where: str, special_tokens: Mapping[str, str] | None = None
+    template: str, messages: Sequence[Mapping[str, Any]], where: str, variables: Mapping[str, Any] | None = None
 ) -> tuple[str, list[tuple[int, int]]]:
     """Render a conversation with a template that has generation marks.
 
     Args:
-        where, special_tokens: see render_plainly.
+        where, variables: see render_plainly.
 
     Returns:
         the text, and [start, end) of each marked part in it.
@@ -106,7 +107,7 @@ def render_marked(
         UserError: see render_plainly.
     """
     text, spans = "", []
-    for number, part in enumerate(re.split(f"[{_START}{_END}]", _render(template, messages, where, special_tokens))):
+    for number, part in enumerate(re.split(f"[{_START}{_END}]", _render(template, messages, where, variables))):
         if number % 2:
             spans.append((len(text), len(text) + len(part)))
         text += part
@@ -117,15 +118,20 @@ def _render(
     template: str,
     messages: Sequence[Mapping[str, Any]],
     where: str,
-    special_tokens: Mapping[str, str] | None,
+    variables: Mapping[str, Any] | None,
     generation_prompt: bool = False,
 ) -> str:
     check_template(template, where)
-    variables = {"messages": messages, "add_generation_prompt": generation_prompt, **(special_tokens or {})}
+    variables = {"messages": messages, "add_generation_prompt": generation_prompt, **(variables or {})}
     try:
-        return _environment().from_string(template).render(variables)
+        return _compiled(template).render(variables)
     except Exception as error:  # a template calls methods of its values, which may raise anything
         raise UserError(f"{where}: the chat template rejects this conversation: {error}") from error
+
+
+@lru_cache(maxsize=16)
+def _compiled(template: str) -> Template:
+    return _environment().from_string(template)
 
 
 def stored_template(folder: Path) -> str | None:

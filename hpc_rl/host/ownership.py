@@ -16,6 +16,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import IO
 
+from hpc_rl.errors import UserError
+
 _MODES = {"r": os.O_RDONLY, "a+": os.O_RDWR | os.O_APPEND | os.O_CREAT}
 _MOST_LINKS = 40
 """Symbolic links in one path; Linux follows as many (path_resolution(7))."""
@@ -227,6 +229,27 @@ def _writers(path: Path) -> str:
         return f"group {grp.getgrgid(found.st_gid).gr_name}"
     except KeyError:
         return f"group {found.st_gid}"
+
+
+def name_user() -> None:
+    """Give a user id without an entry in the user database a name for this process and the jobs that it starts.
+
+    Containers and nodes whose sssd is down have such users. Libraries ask for the name (`getpass.getuser`).
+
+    Raises:
+        UserError: nothing states the home folder.
+    """
+    uid = os.getuid()
+    try:
+        pwd.getpwuid(uid)
+    except KeyError:
+        if not os.environ.get("HOME"):
+            raise UserError(
+                f"user id {uid} has no entry in the user database of this machine, and HOME is not set: set HOME to "
+                "your home folder"
+            ) from None
+        if not any(os.environ.get(name) for name in ("LOGNAME", "USER")):
+            os.environ["LOGNAME"] = f"uid{uid}"
 
 
 def _user(uid: int) -> str:
