@@ -21,7 +21,8 @@ from hpc_rl.config.preferences import PreferenceDataConfig
 from hpc_rl.config.prompts import PromptDataConfig
 from hpc_rl.config.sft import DataConfig
 from hpc_rl.data.assistant_text import remarks
-from hpc_rl.data.chat import as_trained, ending_token_ids, render, template_remarks, turn_ends
+from hpc_rl.data.chat import as_text, as_trained, ending_token_ids, render, template_remarks, turn_ends
+from hpc_rl.data.messages import Chat
 from hpc_rl.data.pairs import preference_tokenizer
 from hpc_rl.data.prompts import prompt_tokenizer
 from hpc_rl.data.sft_dataset import Sample, chat_tokenizer
@@ -158,10 +159,10 @@ def test_the_text_is_that_of_the_template(name: str, trained: Tokenizer) -> None
     ends = turn_ends(tokenizer, family.template)
     for shape, messages in SHAPES.items():
         try:
-            found = render(tokenizer, family.template, messages, shape, ends)
+            found = render(tokenizer, family.template, Chat(messages, shape), ends)
         except UserError:
             continue
-        whole = tokenizer.apply_chat_template(messages, tokenize=False)
+        whole = as_text(tokenizer, family.template, messages, shape)
         answers = sum(message["role"] == "assistant" for message in messages)
         if found.is_composed:
             assert family.rewrites or "thinking" in shape or shape == "reasoning_content", shape
