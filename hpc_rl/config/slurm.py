@@ -94,19 +94,11 @@ class SlurmConfig(Section):
     sbatch: dict[str, Line | int | None] = {}
     """Any other options of sbatch. For an option without a value, write null. Same as --sbatch KEY=VALUE."""
     setup: list[str] = []
-<<<<<<< HEAD
     """Lines of bash that run on the first node before the job step, after the modules are loaded. If one fails, the job
     ends with exit code 2; end a line with `|| true` if it may fail."""
     node_folders: list[Annotated[Path, AfterValidator(_absolute)]] = []
     """Folders that exist on the nodes only, such as those that slurm.setup fills. Options may name files and folders
     below them that this machine does not have: they are not checked before the job is queued."""
-||||||| merged common ancestors
-    """Lines of bash that run on the first node before the job step, after the modules are loaded. The job ends with exit
-    code 2 if one fails; end it with `|| true` if it may."""
-=======
-    """Lines of bash that run on the first node before the job step, after the modules are loaded. If one fails, the job
-    ends with exit code 2; end it with `|| true` if it may fail."""
->>>>>>> script
     epilogue: list[str] = []
     """Lines of bash that run on the first node at the end of every attempt, whatever its result."""
     modules: list[Line] = []

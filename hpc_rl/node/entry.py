@@ -133,14 +133,8 @@ def repaired(
 ) -> dict[str, str]:
     """Return what training processes inherit, without values that cannot work on this node. Each change is printed.
 
-<<<<<<< HEAD
     Slurm, modules and shells set such variables for other programs, nodes and vendors. A proxy is not used between
     nodes.
-||||||| merged common ancestors
-    Slurm, modules and shells set such variables for other programs, nodes and vendors. A proxy is not used between nodes.
-=======
-    Slurm, modules and shells set such variables for other programs, nodes and vendors. Nodes need no proxy.
->>>>>>> script
 
     Args:
         device: cuda, npu, xpu or cpu.

@@ -11,14 +11,10 @@ import re
 import shlex
 from collections.abc import Mapping
 
-<<<<<<< HEAD
 from hpc_rl.slurm.place import CLUSTERS
 
-||||||| merged common ancestors
-=======
 LOGIN_SHELL = "#!/bin/bash -l\n"
 """First line of a script that runs in a login shell."""
->>>>>>> script
 _PREFIX = "SBATCH_"
 _IRREGULAR = {
     "ARRAY_INX": "array",

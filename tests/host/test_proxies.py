@@ -61,20 +61,10 @@ class Actor:
 def task():
     return ray.get(Actor.remote().seen.remote())  # an actor that a worker starts has them too
 
-<<<<<<< HEAD
 actor = Actor.options(runtime_env={"env_vars": {"X": "1"}}).remote()
 names = ("http_proxy", "HTTP_PROXY", "https_proxy", "HTTPS_PROXY", "no_proxy", "X")
 for found in ray.get([task.options(num_cpus=0).remote(), actor.seen.remote()]):
     print({name: found.get(name) for name in names})
-||||||| merged common ancestors
-for found in ray.get([task.options(num_cpus=0).remote(), Actor.options(runtime_env={"env_vars": {"X": "1"}}).remote().seen.remote()]):
-    print({name: found.get(name) for name in ("http_proxy", "HTTP_PROXY", "https_proxy", "HTTPS_PROXY", "no_proxy", "X")})
-=======
-names = "http_proxy", "HTTP_PROXY", "https_proxy", "HTTPS_PROXY", "no_proxy", "X"
-own = Actor.options(runtime_env={"env_vars": {"X": "1"}}).remote()
-for found in ray.get([task.options(num_cpus=0).remote(), own.seen.remote()]):
-    print({name: found.get(name) for name in names})
->>>>>>> script
 """
 
 
