@@ -95,6 +95,8 @@ def read(folder: Path) -> dict[str, Checksum] | None:
     """
     try:
         entries = json.loads((folder / NAME).read_text())
+        if any(Path(name).is_absolute() or ".." in Path(name).parts for name in entries):
+            raise ValueError(f"{NAME} names files of other folders")
         return {name: Checksum(int(one["bytes"]), int(one["crc32"], 16)) for name, one in entries.items()}
     except FileNotFoundError:
         return None

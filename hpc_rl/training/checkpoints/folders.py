@@ -206,8 +206,15 @@ def read_progress(path: Path) -> Progress:
 
 
 def progress_of(fields: dict[str, Any]) -> Progress:
-    """Return a progress that was JSON."""
-    return Progress(**{**fields, "parts": tuple(fields["parts"])})
+    """Return a progress that was JSON.
+
+    Raises:
+        ValueError, TypeError, KeyError: it is not valid. The names of parts are those of folders.
+    """
+    parts = tuple(fields["parts"])
+    if not parts or not set(parts) <= {MODEL, ACTOR, CRITIC}:
+        raise ValueError(f"{TRAINER} has parts that no run has")
+    return Progress(**{**fields, "parts": parts})
 
 
 def problem_of(path: Path) -> str | None:
