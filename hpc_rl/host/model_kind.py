@@ -52,7 +52,7 @@ def is_language_model(architectures: Sequence[str] | None) -> bool:
 
 def architectures_of(folder: Path) -> list[str]:
     """Return the `architectures` of a model folder; empty if it declares none."""
-    found = read_json(folder / "config.json").get("architectures")
+    found = read_json(folder / "config.json", named=True).get("architectures")
     return [str(name) for name in found] if isinstance(found, list) else []
 
 

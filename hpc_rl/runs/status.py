@@ -16,7 +16,7 @@ from typing import Any
 
 from hpc_rl.errors import UserError
 from hpc_rl.host.disk import disk_problem
-from hpc_rl.host.files import open_regular, read_json
+from hpc_rl.host.files import read_end, read_regular
 from hpc_rl.run_dir import MARKS, PIPELINE_MARK, SWEEP_MARK, RunDir, terminated_file
 from hpc_rl.slurm import commands
 from hpc_rl.slurm.states import ENDED, JobState
@@ -24,6 +24,8 @@ from hpc_rl.tracking.metrics import parse_line
 
 ROOT = Path("runs")
 """Folder of the runs without --run-dir, below the working folder."""
+_END_BYTES, _MOST_LOSSES_BYTES = 2**16, 2**20
+"""Of metrics.jsonl and of lost-nodes that are read."""
 NOT_SUBMITTED = "NOT SUBMITTED"
 UNKNOWN = "UNKNOWN"
 """Slurm does not answer, and the job has not recorded a state."""
@@ -125,7 +127,8 @@ def current_job(run: RunDir) -> str | None:
         return holder
     marks = [path for path in (run.job, run.status) if path.is_file()]
     newest = max(marks, key=lambda path: path.stat().st_mtime_ns, default=None)
-    return None if newest is None else str(read_json(newest).get("job_id"))
+    record = {} if newest is None else run.read_job() if newest == run.job else run.read_status()
+    return record.get("job_id")
 
 
 def is_local(job_id: str) -> bool:
@@ -134,7 +137,7 @@ def is_local(job_id: str) -> bool:
 
 def in_slurm(run: RunDir) -> bool:
     """Return whether Slurm queued the run's newest job; False for --local, --in-allocation and runs without a job."""
-    return _in_slurm(read_json(run.job), current_job(run))
+    return _in_slurm(run.read_job(), current_job(run))
 
 
 def _in_slurm(job: Mapping[str, Any], job_id: str | None) -> bool:
@@ -147,13 +150,13 @@ def status_of(run: RunDir, within_s: float = commands.LOOK_S) -> RunStatus:
     Args:
         within_s: seconds to wait for Slurm. After that, the state is the last one that the job recorded.
     """
-    job = current_job(run), read_json(run.job)
+    job = current_job(run), run.read_job()
     return _status(run, *job, lambda job_id: commands.job_state(job_id, within_s), disk_problem(run.path) or "")
 
 
 def statuses_of(found: Sequence[RunDir], within_s: float = commands.LOOK_S) -> list[RunStatus]:
     """Read the states of many runs with a constant number of queries to Slurm. See `status_of`."""
-    jobs = [(current_job(run), read_json(run.job)) for run in found]
+    jobs = [(current_job(run), run.read_job()) for run in found]
     ids = {job_id for job_id, job in jobs if job_id and _in_slurm(job, job_id)}
     devices = [_device(run.path) for run in found]
     one_on = dict(zip(devices, found, strict=True))
@@ -204,11 +207,7 @@ def job_log(run: RunDir, job_id: str) -> Path:
 
 def lost_nodes(run: RunDir, job_id: str | None) -> tuple[str, ...]:
     """Return the nodes that a job has lost so far, one entry for each time."""
-    try:
-        with open_regular(run.losses) as file:
-            lines = [line.split() for line in file.read().decode(errors="replace").splitlines()]
-    except FileNotFoundError:
-        return ()
+    lines = [line.split() for line in read_end(run.losses, _MOST_LOSSES_BYTES).decode(errors="replace").splitlines()]
     return tuple(words[2] for words in lines if len(words) == 3 and words[0] == job_id)
 
 
@@ -230,7 +229,7 @@ def process_start_time(pid: int) -> int | None:
 def _job_fields(run: RunDir, job_id: str | None, job: Mapping[str, Any], ask: Ask) -> dict[str, Any]:
     if job_id is None:
         return {"state": NOT_SUBMITTED}
-    own = read_json(run.status)
+    own = run.read_status()
     own = own if own.get("job_id") == job_id else {}
     own_fields = {"state": own.get("state", UNKNOWN), "exit_code": own.get("exit_code")}
     requeued = own_fields["state"] == "REQUEUED"
@@ -239,9 +238,9 @@ def _job_fields(run: RunDir, job_id: str | None, job: Mapping[str, Any], ask: As
         return {"state": own.get("state", "RUNNING")}
     if not _in_slurm(job, job_id):
         here = job.get("host") == os.uname().nodename
-        if here and unfinished and not process_alive(int(job.get("pid", 0)), int(job.get("start_time", 0))):
+        if here and unfinished and not process_alive(job.get("pid", 0), job.get("start_time", 0)):
             return {"state": "FAILED", "reason": "its process no longer exists", "exit_code": 1}
-        return {**own_fields, "nodes": str(job.get("nodes", job.get("host")))}
+        return {**own_fields, "nodes": job.get("nodes", job.get("host", ""))}
     try:
         slurm = ask(job_id)
     except commands.NoAnswer as error:
@@ -261,7 +260,8 @@ def _job_fields(run: RunDir, job_id: str | None, job: Mapping[str, Any], ask: As
 def _forgotten(run: RunDir, own: Mapping[str, Any]) -> dict[str, Any]:
     """Return the fields for a job of which Slurm has no record, and which did not record how it ended."""
     with suppress(OSError):
-        state = terminated_file(run.path / f"attempt-{own.get('attempt')}").read_text().strip()
+        said = read_regular(terminated_file(run.path / f"attempt-{own.get('attempt')}")).decode(errors="replace")
+        state = said.strip() if said.strip() in ENDED else "CANCELLED"
         return {"state": state, "reason": "Slurm ended the job", "exit_code": 128 + signal.SIGTERM}
     gone = "Slurm has no record of the job, and the job did not record how it ended"
     return {"state": "FAILED", "reason": gone, "exit_code": 1}
@@ -278,7 +278,7 @@ def _last_recorded(run: RunDir, silence: str, state: str) -> dict[str, Any]:
 def _run_of_job(job_id: str) -> RunDir:
     for path in runs_below(ROOT):
         run = RunDir(path.absolute())
-        ids = [str(read_json(mark).get("job_id")) for mark in (run.job, run.status)]
+        ids = [str(record.get("job_id")) for record in (run.read_job(), run.read_status())]
         if job_id in ids:
             return run
         if any(known.startswith(f"{job_id}_") for known in ids):
@@ -339,12 +339,7 @@ def _age_s(path: Path) -> float | None:
 
 def _last_metrics(path: Path) -> dict[str, Any]:
     """Return the record of the last step, which may have several lines; the last line may be half-written."""
-    try:
-        with open_regular(path) as file:
-            file.seek(max(0, path.stat().st_size - 65536))
-            lines = file.read().decode(errors="replace").splitlines()
-    except FileNotFoundError:
-        return {}
+    lines = read_end(path, _END_BYTES).decode(errors="replace").splitlines()
     latest: dict[str, Any] = {}
     for record in filter(None, map(parse_line, reversed(lines))):
         if latest and record["step"] != latest["step"]:

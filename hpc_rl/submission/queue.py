@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from hpc_rl.errors import UserError
-from hpc_rl.host.files import read_json, write_atomically
+from hpc_rl.host.files import write_atomically
 from hpc_rl.host.processes import held_interrupts
 from hpc_rl.run_dir import SHARED_MODE, SUBMISSION, RunDir, submitting
 from hpc_rl.runs import control
@@ -36,7 +36,7 @@ def check_free(run: RunDir, kind: str) -> None:
         return  # the preflight checks report a folder that cannot be created
     if not is_run(run.path) and any(path.name != SUBMISSION for path in run.path.iterdir()):
         raise UserError(f"{run.path} is neither empty nor a run directory; choose another --run-dir or --job-name")
-    if (earlier := read_json(run.job).get("kind", kind)) != kind:
+    if (earlier := run.read_job().get("kind", kind)) != kind:
         raise UserError(
             f"{run.path} is a run of the kind {earlier}, and {kind} was requested: choose another --job-name or "
             "--run-dir"
@@ -124,7 +124,7 @@ def record(job: Job, job_id: str, **more: object) -> None:
 
 def record_again(run: RunDir, job_id: str) -> None:
     """Update job.json of a run that was submitted again unchanged."""
-    write_job(run, {**read_json(run.job), "job_id": job_id, "submitted": time.strftime("%Y-%m-%dT%H:%M:%S%z")})
+    write_job(run, {**run.read_job(), "job_id": job_id, "submitted": time.strftime("%Y-%m-%dT%H:%M:%S%z")})
 
 
 def write_job(run: RunDir, facts: Mapping[str, object]) -> None:
@@ -134,7 +134,7 @@ def write_job(run: RunDir, facts: Mapping[str, object]) -> None:
 
 def record_code(runs: Sequence[RunDir]) -> None:
     """Update the snapshot of the code of runs that were submitted again."""
-    folders = [Path(str(read_json(run.job).get("working_dir", Path.cwd()))) for run in runs]
+    folders = [Path(str(run.read_job().get("working_dir", Path.cwd()))) for run in runs]
     found = {folder: git_snapshot(folder) for folder in set(folders)}
     for run, folder in zip(runs, folders, strict=True):
         write_atomically(run.git, found[folder])

@@ -22,9 +22,10 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import IO, Any
 
-from hpc_rl.host.files import LineFile
+from hpc_rl.host.files import LineFile, last_lines_of, open_regular
+from hpc_rl.host.typed_json import is_count, is_number, is_time, object_of
 
 Record = dict[str, Any]
 
@@ -35,6 +36,8 @@ _OF_ALL = ("step", "total_steps", "time")
 _BEGIN = re.compile(rb'\{"step": (\d+),')
 """The beginning of the lines that `MetricsFile` writes."""
 _VALIDATION = b'"val/'
+_MOST_BYTES = 2**30
+"""At the end of a file that are read: ten times those of a very long run."""
 _TAIL_BYTES = 2**20
 """Much more than the longest line."""
 
@@ -79,14 +82,14 @@ def read_thinned(path: Path, most: int | None) -> Thinned:
         most: steps; None for all.
     """
     try:
-        file = path.open("rb")
+        file = open_regular(path)
     except FileNotFoundError:
         return Thinned([])
     with file:
         last = _last_step(file)
         every = max(1, -(-last // most)) if most else 1
         records: dict[int, Record] = {}
-        for line in file:
+        for line in last_lines_of(file, _MOST_BYTES):
             begins = _BEGIN.match(line)
             is_chosen = begins is None or (number := int(begins[1])) == last or (number - 1) % every == 0
             if not is_chosen and number >= next(reversed(records), 0) and _VALIDATION not in line:
@@ -104,22 +107,24 @@ def read_thinned(path: Path, most: int | None) -> Thinned:
     return Thinned(list(records.values()), every)
 
 
-def _last_step(file: BinaryIO) -> int:
-    """Return the step of the last complete line, 0 if there is none; the file is at its beginning afterwards."""
+def _last_step(file: IO[bytes]) -> int:
+    """Return the step of the last complete line, 0 if there is none."""
     size = file.seek(0, os.SEEK_END)
     file.seek(max(0, size - _TAIL_BYTES))
-    lines = file.read().splitlines()
-    file.seek(0)
+    lines = file.read(_TAIL_BYTES).splitlines()
     return next((int(record["step"]) for line in reversed(lines) if (record := parse_line(line))), 0)
 
 
 def parse_line(line: bytes | str) -> Record | None:
-    """Return the record of one line, or None if the line is not a complete record."""
-    try:
-        record = json.loads(line)
-    except ValueError:
+    """Return the record of one line, or None if the line is not a complete record. Values that are no finite numbers
+    become None; without the number of all steps or the time, the step is the last one, at the beginning of 1970."""
+    found = object_of(line)
+    if found is None or not is_count(found.get("step")):
         return None
-    return record if isinstance(record, dict) and isinstance(record.get("step"), int) else None
+    record: Record = {key: value if is_number(value) else None for key, value in found.items()}
+    record["total_steps"] = found["total_steps"] if is_count(found.get("total_steps")) else found["step"]
+    record["time"] = found["time"] if is_time(found.get("time")) else 0.0
+    return record
 
 
 def has_validation(records: Sequence[Record], step: int) -> bool:

@@ -1,23 +1,29 @@
-"""Two ordinary users of this machine: VICTIM runs the commands of hpc-rl, INTRUDER plants what they read. Root becomes both.
+"""Two ordinary users of this machine: VICTIM runs the commands of hpc-rl, INTRUDER plants what they read.
 
-The repository and this Python may lie in a folder that only root can enter, such as /root/.pyenv. The programs of both users
-then see it in a mount namespace of their own, in which nothing else of that folder exists.
+Root becomes both. The repository and this Python may lie in a folder that only root can enter, such as /root/.pyenv.
+Programs of both users then see it in a mount namespace of their own, in which nothing else of that folder exists.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import shlex
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Self
+
+import pytest
 
 VICTIM, INTRUDER = 64241, 64242
 """User ids that nobody has."""
 REPOSITORY = Path(__file__).parents[2]
 DEADLINE_S = 120
 """For one command, however busy the machine is: no command waits for what another user has planted."""
+needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can become two other users")
 
 
 def as_ordinary(uid: int, *argv: str) -> list[str]:
@@ -34,19 +40,43 @@ def as_ordinary(uid: int, *argv: str) -> list[str]:
     return ["unshare", "--mount", "sh", "-euc", "\n".join([*_openings(), "exec " + shlex.join(drop)])]
 
 
-def hpc_rl(uid: int, *words: str) -> list[str]:
-    """Return the command with which an ordinary user calls hpc-rl."""
-    return as_ordinary(uid, sys.executable, "-P", "-m", "hpc_rl.cli", *words)
+@dataclass(frozen=True)
+class Done:
+    """A command that has ended."""
+
+    code: int | None
+    """None if it did not end in time."""
+    out: str
+    messages: str
+
+    @property
+    def text(self) -> str:
+        return self.out + self.messages
 
 
-def run(
-    uid: int, argv: list[str], home: Path, *, folder: Path | None = None, deadline_s: float = DEADLINE_S, **environ: str
-) -> subprocess.CompletedProcess[str]:
-    """Run a command that `as_ordinary` or `hpc_rl` made, with a home and, unless another is named, in it."""
-    return subprocess.run(
-        argv, cwd=folder or home, env=environment(home, environ), stdin=subprocess.DEVNULL, capture_output=True, text=True,
-        errors="replace", timeout=deadline_s, check=False,
-    )  # fmt: skip
+class Terminal:
+    """Commands of hpc-rl that an ordinary user calls, one after the other: see tests/security/served.py."""
+
+    def __init__(self, uid: int, home: Path, **environ: str) -> None:
+        argv = as_ordinary(uid, sys.executable, "-P", "-m", "tests.security.served")
+        self._home = home
+        self._server = subprocess.Popen(
+            argv, env=environment(home, environ), cwd=home, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._server.communicate(timeout=DEADLINE_S)
+
+    def hpc_rl(self, *words: str, folder: Path | None = None, deadline_s: float = DEADLINE_S) -> Done:
+        """Call `hpc-rl WORDS` in a folder; the default is the home."""
+        assert self._server.stdin and self._server.stdout
+        request = {"words": words, "folder": str(folder or self._home), "deadline_s": deadline_s}
+        self._server.stdin.write(json.dumps(request) + "\n")
+        self._server.stdin.flush()
+        return Done(**json.loads(self._server.stdout.readline()))
 
 
 def environment(home: Path, more: Mapping[str, str]) -> dict[str, str]:

@@ -214,7 +214,10 @@ def _part(path: Path) -> Path:
 
 
 def _type(path: Path, dtype: str | None) -> torch.dtype:
-    found: torch.dtype = getattr(torch, dtype or folders.read_progress(path).dtype)
+    name = dtype or folders.read_progress(path).dtype
+    found = getattr(torch, name, None)
+    if not isinstance(found, torch.dtype):
+        raise UserError(f"{path} names {name!r} as the type of its weights, which is none: give --dtype")
     return found
 
 

@@ -26,7 +26,7 @@ from typing import Any
 
 from hpc_rl.errors import RunError
 from hpc_rl.host.disk import explained
-from hpc_rl.host.files import sync_folder, write_synced
+from hpc_rl.host.files import read_regular, sync_folder, write_synced
 from hpc_rl.training.checkpoints import checksums
 
 MODEL, ACTOR, CRITIC = "model", "actor", "critic"
@@ -202,7 +202,7 @@ def read_progress(path: Path) -> Progress:
     Raises:
         OSError, ValueError, TypeError, KeyError: it is missing or not valid.
     """
-    return progress_of(json.loads((path / TRAINER).read_text()))
+    return progress_of(json.loads(read_regular(path / TRAINER)))
 
 
 def progress_of(fields: dict[str, Any]) -> Progress:
