@@ -25,7 +25,7 @@ from hpc_rl.runs.status import RunStatus, status_of
 from hpc_rl.tracking.dashboard import Snapshot, printable, screen
 from hpc_rl.tracking.formatting import duration, hours
 from hpc_rl.tracking.history import read_history
-from hpc_rl.tracking.metrics import MOST_STEPS, Record, parse_line, read_thinned
+from hpc_rl.tracking.metrics import MOST_STEPS, Record, completed, parse_line, read_thinned
 from hpc_rl.tracking.timeline import read_timeline
 
 REFRESH_S = 1.0
@@ -149,7 +149,7 @@ class Watched:
                 self._records.pop()
             if self._records and self._records[-1]["step"] == record["step"]:
                 record = {**self._records.pop(), **record}
-            self._records.append(record)
+            self._records.append(completed(record))
 
 
 @contextlib.contextmanager

@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from hpc_rl.host.files import LineFile, last_lines_of, open_regular
-from hpc_rl.host.typed_json import is_count, is_number, is_time, object_of
+from hpc_rl.host.typed_json import is_count, is_number, is_time, kept, object_of
 
 Record = dict[str, Any]
 
@@ -33,6 +33,7 @@ MOST_STEPS = 50_000
 """Enough steps of a run for plots and medians: a hundred for each point of a plot."""
 _OF_ALL = ("step", "total_steps", "time")
 """Keys of every line."""
+_TYPES = {"total_steps": is_count, "time": is_time}
 _BEGIN = re.compile(rb'\{"step": (\d+),')
 """The beginning of the lines that `MetricsFile` writes."""
 _VALIDATION = b'"val/'
@@ -104,7 +105,7 @@ def read_thinned(path: Path, most: int | None) -> Thinned:
                 record = {key: value for key, value in record.items() if key in _OF_ALL or key.startswith("val/")}
             if is_chosen or len(record) > len(_OF_ALL):
                 records[step] = {**records.get(step, {}), **record}
-    return Thinned(list(records.values()), every)
+    return Thinned([completed(record) for record in records.values()], every)
 
 
 def _last_step(file: IO[bytes]) -> int:
@@ -117,14 +118,18 @@ def _last_step(file: IO[bytes]) -> int:
 
 def parse_line(line: bytes | str) -> Record | None:
     """Return the record of one line, or None if the line is not a complete record. Values that are no finite numbers
-    become None; without the number of all steps or the time, the step is the last one, at the beginning of 1970."""
+    become None."""
     found = object_of(line)
     if found is None or not is_count(found.get("step")):
         return None
-    record: Record = {key: value if is_number(value) else None for key, value in found.items()}
-    record["total_steps"] = found["total_steps"] if is_count(found.get("total_steps")) else found["step"]
-    record["time"] = found["time"] if is_time(found.get("time")) else 0.0
+    record: Record = {key: value if is_number(value) else None for key, value in kept(found, _TYPES).items()}
     return record
+
+
+def completed(record: Record) -> Record:
+    """Return a record with the keys of every line. One that another program has written may lack them: its step is the
+    last one, at the beginning of 1970."""
+    return {"total_steps": record["step"], "time": 0.0, **record}
 
 
 def has_validation(records: Sequence[Record], step: int) -> bool:

@@ -33,7 +33,7 @@ class Place:
     @property
     def secret(self) -> Path:
         """A file of VICTIM that others cannot read. It is a configuration, a log and a list of metrics at once."""
-        return self.home / "private" / "secret"
+        return self.home / "private" / "secret.log"
 
     @property
     def run(self) -> RunDir:

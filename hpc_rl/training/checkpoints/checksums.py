@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from hpc_rl.host.files import open_regular, read_regular, sync_folder, write_synced
+from hpc_rl.host.typed_json import object_of
 
 NAME = "checksums.json"
 _PIECE_BYTES = 8 * 2**20
@@ -95,7 +96,9 @@ def read(folder: Path) -> dict[str, Checksum] | None:
         OSError, ValueError: they cannot be read.
     """
     try:
-        entries = json.loads(read_regular(folder / NAME))
+        entries = object_of(read_regular(folder / NAME))
+        if entries is None:
+            raise ValueError(f"{NAME} is not a JSON object")
         if any(Path(name).is_absolute() or ".." in Path(name).parts for name in entries):
             raise ValueError(f"{NAME} names files of other folders")
         return {name: Checksum(int(one["bytes"]), int(one["crc32"], 16)) for name, one in entries.items()}

@@ -184,9 +184,13 @@ def stored_weights(path: Path) -> dict[str, StoredWeight]:
     """
     if problem := problem_of(path):
         raise UserError(f"{path} is not a usable checkpoint: {problem}")
+    try:
+        found = _metadata(path).state_dict_metadata
+    except _BAD_METADATA as error:
+        raise UserError(f"{path} is not a usable checkpoint: {error}") from error
     return {
         name.removeprefix(_MODEL): StoredWeight(entry.properties.dtype, entry.size)
-        for name, entry in _metadata(path).state_dict_metadata.items()
+        for name, entry in found.items()
         if name.startswith(_MODEL) and isinstance(entry, TensorStorageMetadata)
     }
 
