@@ -184,7 +184,7 @@ def _one_wrong_type(value: object) -> Callable[[Path, Place], None]:
     return plant
 
 
-def _bomb() -> str:
+def bomb() -> str:
     """Return a small YAML file that stands for 10^12 values."""
     lines = ["a0: &a0 [x, x, x, x, x, x, x, x, x, x]"]
     lines += [f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 10)}]" for n in range(1, 12)]
@@ -209,6 +209,6 @@ KINDS: dict[str, Callable[[Path, Place], object]] = {
     "negative numbers": _one_wrong_type(-1),
     "nested": lambda path, _: _in_place(path).write_text("[" * 100_000),
     "a nested value": lambda path, _: _in_place(path).write_text('{"step": ' + "[" * 100_000 + "\n"),
-    "aliases": lambda path, _: _in_place(path).write_text(_bomb()),
+    "aliases": lambda path, _: _in_place(path).write_text(bomb()),
 }
 """What can be in place of a file. A hard link needs a kernel that admits it (fs.protected_hardlinks=0)."""
