@@ -68,7 +68,7 @@ def logs(
 
     Example: hpc-rl logs -f sft-1
     """
-    from hpc_rl.runs.follow import LogFiles, RunView, log_files
+    from hpc_rl.runs.follow import MOST_LOG_BYTES, LogFiles, RunView, log_files
     from hpc_rl.runs.status import find_run, status_of
 
     found = find_run(run)
@@ -83,6 +83,9 @@ def logs(
     if not files and not (follow and status_of(found).active):
         what = "log yet" if node is None else f"logs of node {node}"
         raise UserError(f"run {found.name} has no {what} in {found.path}")
+    for path in files:
+        if path.exists() and path.stat().st_size > MOST_LOG_BYTES:
+            note(f"of {path}, only the last {MOST_LOG_BYTES // 2**20} MiB are shown")
     if follow and node is None and not as_json:
         with RunView(found) as view:
             leave(wait_for(found, view.poll))

@@ -14,6 +14,8 @@ from typing import IO, Any, cast
 _COLOUR = re.compile(r"\x1b\[[\d;:]*m")
 _CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069]")
 """Control characters other than tabulators and ends of lines, and those that change the direction of writing."""
+_HOLE = re.compile("\0{9,}")
+"""Zeros where a file has a hole."""
 
 
 def shown(text: str) -> str:
@@ -23,7 +25,8 @@ def shown(text: str) -> str:
         return text
     if "\r" in text:
         text = "\n".join(line.rstrip("\r").rpartition("\r")[2] for line in text.split("\n"))
-    return _CONTROL.sub(lambda found: _named(found[0]), _COLOUR.sub("", text))
+    text = _HOLE.sub(lambda zeros: f"\\x00 ({len(zeros[0]):,} times)", _COLOUR.sub("", text))
+    return _CONTROL.sub(lambda found: _named(found[0]), text)
 
 
 def _named(character: str) -> str:

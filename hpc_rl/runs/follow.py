@@ -17,7 +17,7 @@ from hpc_rl.runs.status import current_job, job_log
 from hpc_rl.tracking.metrics import Record, parse_line
 from hpc_rl.tracking.progress import ProgressView
 
-MOST_LOG_BYTES = 2**28
+MOST_LOG_BYTES = 2**26
 """At the end of a log that are shown."""
 
 

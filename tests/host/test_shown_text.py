@@ -18,6 +18,7 @@ from hpc_rl.host.shown_text import escaped_output, shown, terminal
         ("\x1b[1;31mred\x1b[0m \x1b[38:5:1mx", "red x"),
         ("\x1b]52;c;eA==\x07", r"\x1b]52;c;eA==\x07"),
         ("\x1b[2J\x1b[31", r"\x1b[2J\x1b[31"),
+        ("\0" * 8 + "a" + "\0" * 9, r"\x00" * 8 + r"a\x00 (9 times)"),
         ("\x9b2J\x7f\x00", r"\x9b2J\x7f\x00"),
         ("a\u202eb\u2066c\u2028d", r"a\u202eb\u2066c\u2028d"),
         ("10%\r 50%\r100%\r\nnext\r\n", "100%\nnext\n"),
