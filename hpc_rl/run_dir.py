@@ -195,8 +195,10 @@ class RunDir:
     def damaged(self) -> list[str]:
         """Return a line for each file of the run that exists and cannot be read."""
         found = {path: _problem(path) for path in (self.config, self.metrics, self.samples, self.evaluation)}
-        for path, key, record in ((self.job, "job_id", self.read_job()), (self.status, "state", self.read_status())):
-            found[path] = _problem(path) or ("it is damaged" if key not in record and path.exists() else None)
+        for path, types in ((self.job, JOB), (self.status, STATUS)):
+            record = read_json(path)
+            is_damaged = path.exists() and (not record or kept(record, types) != record)
+            found[path] = _problem(path) or ("it is damaged" if is_damaged else None)
         return [f"{path} is left out: {problem}" for path, problem in found.items() if problem]
 
     def holder(self) -> str | None:

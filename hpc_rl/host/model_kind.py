@@ -108,7 +108,7 @@ def refuse_quantised(
     found = None
     for name, entry in _QUANTISED.items():
         file = find(name)
-        if file is not None and (value := read_json(file).get(entry)) is not None:
+        if file is not None and (value := read_json(file, named=True).get(entry)) is not None:
             how = [value.get(part) for part in ("quant_method", "quant_algo")] if isinstance(value, dict) else []
             found = f"{name} has {entry}" + "".join(f" ({part})" for part in how if part)
             break

@@ -226,7 +226,7 @@ def _foreign(removal: Removal) -> str | None:
         if path.is_symlink():
             return f"{path} is a link to {path.readlink()}: name the folder itself, or remove the link (rm {path})"
     for path in _folders_in(removal.path):
-        if not is_own_folder(path):
+        if os.path.lexists(path) and not is_own_folder(path):
             return f"{path} belongs to another user, who has to remove it"
     return None
 
