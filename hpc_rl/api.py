@@ -126,11 +126,12 @@ class Run:
         return Rows(read_metrics(self._dir.metrics))
 
     def logs(self, node: int | None = None) -> str:
-        """Return the job's log, or all logs of one node (0, 1, ...), one after the other."""
-        from hpc_rl.runs.follow import log_files
+        """Return the job's log, or all logs of one node (0, 1, ...), one after the other; of very long ones the end."""
+        from hpc_rl.host.files import read_end
+        from hpc_rl.runs.follow import MOST_LOG_BYTES, log_files
 
         files = log_files(self._dir, node)
-        return "".join(file.read_text(errors="replace") for file in files)
+        return "".join(read_end(file, MOST_LOG_BYTES).decode(errors="replace") for file in files)
 
     def stop(self) -> str:
         """Ask the run to save as soon as it can and exit. Return a line that describes what was done."""

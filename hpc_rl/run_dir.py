@@ -10,7 +10,6 @@ import fcntl
 import grp
 import json
 import os
-import re
 import stat
 import sys
 import time
@@ -18,11 +17,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 from hpc_rl.errors import UserError
-from hpc_rl.host.files import open_regular, read_json, write_atomically
+from hpc_rl.host.files import ATTEMPT, NotPlainError, open_regular, read_json, read_regular, write_atomically
 from hpc_rl.host.ownership import foreign_entry, open_own, weakness
+from hpc_rl.host.typed_json import JOB, STATUS, is_job_id, kept
 
 ENV_RUN_DIR = "HPC_RL_RUN_DIR"
 ENV_ATTEMPT_DIR = "HPC_RL_ATTEMPT_DIR"
@@ -47,6 +47,8 @@ SUBMISSION = ".submission"
 LOCK_TIMEOUT_S = 2.0
 """A command such as `status` holds the lock of a run for a moment to see whether a job has it."""
 _LOCK_POLL_S = 0.1
+_MOST_LOCK_BYTES = 2**16
+"""Of a file with a few words."""
 _UNFINISHED = ("RUNNING", "REQUEUED")
 """States in status.json of a job that has not ended."""
 
@@ -192,14 +194,32 @@ class RunDir:
         """.cancelled: the id of the job that this user cancelled last."""
         return self.path / ".cancelled"
 
+    def read_job(self) -> dict[str, Any]:
+        """Return job.json; empty if there is none, or it is damaged."""
+        return kept(read_json(self.job), JOB)
+
+    def read_status(self) -> dict[str, Any]:
+        """Return status.json; empty if there is none, or it is damaged."""
+        return kept(read_json(self.status), STATUS)
+
+    def damaged(self) -> list[str]:
+        """Return a line for each file of the run that exists and cannot be read."""
+        found = {path: _problem(path) for path in (self.config, self.metrics, self.samples, self.evaluation)}
+        for path, types in ((self.job, JOB), (self.status, STATUS)):
+            record = read_json(path)
+            is_damaged = path.exists() and (not record or kept(record, types) != record)
+            found[path] = _problem(path) or ("it is damaged" if is_damaged else None)
+        return [f"{path} is left out: {problem}" for path, problem in found.items() if problem]
+
     def holder(self) -> str | None:
         """Return the id of the job that holds the lock; None if there is none, or the file system has no locks."""
         try:
             with open_regular(self.lock) as lock:
-                ids = lock.read().decode(errors="replace").split()
+                lock.seek(max(0, os.fstat(lock.fileno()).st_size - _MOST_LOCK_BYTES))
+                ids = list(filter(is_job_id, lock.read(_MOST_LOCK_BYTES).decode(errors="replace").split()))
                 fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
         except BlockingIOError:
-            own = read_json(self.status)
+            own = self.read_status()
             # A job that has just taken the lock has not written its id yet.
             has_ended = own.get("job_id") == ids[-1] and own.get("state") not in _UNFINISHED if ids else True
             return None if has_ended else ids[-1]
@@ -269,10 +289,11 @@ class RunDir:
     def attempts(self) -> list[Path]:
         """Return the folders attempt-1, attempt-2 and so on, one for each start of the job, oldest first."""
         try:
-            names = os.listdir(self.path)  # noqa: PTH208
+            with os.scandir(self.path) as entries:
+                names = [entry.name for entry in entries if entry.is_dir(follow_symlinks=False)]
         except OSError:
             return []
-        found = sorted((int(match[1]), name) for name in names if (match := re.fullmatch(r"attempt-(\d+)", name)))
+        found = sorted((int(match[1]), name) for name in names if (match := ATTEMPT.fullmatch(name)))
         return [self.path / name for _, name in found]
 
     def next_attempt(self) -> Path:
@@ -289,7 +310,7 @@ class RunDir:
         attempt = next((path for path in reversed(self.attempts()) if (path / self.config.name).is_file()), None)
         if attempt is None or not self.config.is_file():
             return None
-        return attempt if self.config.read_bytes() != (attempt / self.config.name).read_bytes() else None
+        return attempt if read_regular(self.config) != read_regular(attempt / self.config.name) else None
 
     def write_status(self, job_id: str | None, attempt: int, state: str, exit_code: int | None) -> None:
         """Write status.json, in the format of the job script's `report` function.
@@ -300,6 +321,19 @@ class RunDir:
         """
         status = {"job_id": job_id, "attempt": attempt, "state": state, "exit_code": exit_code}
         write_atomically(self.status, json.dumps(status) + "\n")
+
+
+def _problem(path: Path) -> str | None:
+    """Return why a file of a run cannot be opened; None if it can, or if there is none."""
+    try:
+        open_regular(path).close()
+    except NotPlainError as error:
+        return error.strerror
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        return str(error.strerror)
+    return None
 
 
 @contextmanager
@@ -339,7 +373,7 @@ def _locked(lock: IO[str]) -> bool:
 def ended_at(path: str) -> float | None:
     """Return when the newest job of a run directory recorded its end, in Unix seconds; None if it has not, as far as is
     known. The path is text, which is faster if there are thousands of runs."""
-    state = read_json(f"{path}/{_STATUS}").get("state")
+    state = kept(read_json(f"{path}/{_STATUS}"), STATUS).get("state")
     if state is None or state in _UNFINISHED:
         return None
     ended = _written_at(f"{path}/{_STATUS}")
@@ -379,7 +413,7 @@ def outcome_file(attempt_dir: Path) -> Path:
 def read_outcome(attempt_dir: Path) -> int | None:
     """Return the exit code on which the nodes of an attempt agreed, or None if they have not."""
     try:
-        return int(outcome_file(attempt_dir).read_text())
+        return int(read_regular(outcome_file(attempt_dir), _MOST_LOCK_BYTES))
     except (OSError, ValueError):
         return None
 

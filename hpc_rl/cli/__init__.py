@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import io
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 from typing import NoReturn
 
@@ -13,6 +14,7 @@ from hpc_rl.cli.app import app
 from hpc_rl.errors import EXIT_BAD_INPUT, UserError
 from hpc_rl.host.disk import UNWRITABLE, explained
 from hpc_rl.host.ownership import name_user
+from hpc_rl.host.shown_text import escaped_output
 
 _IMPOSSIBLE_PATH = (errno.ENAMETOOLONG, errno.ELOOP, errno.EACCES, errno.EPERM)
 """Errors of paths that come from the user and cannot be opened: bad input in every command."""
@@ -23,6 +25,16 @@ def main() -> NoReturn:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")  # a terminal or a file whose encoding lacks a character shows ?
+    # The help texts are ours, and may have colours.
+    with nullcontext() if _asks_for_help(sys.argv[1:]) else escaped_output():
+        _run()
+
+
+def _asks_for_help(words: list[str]) -> bool:
+    return not words or words[-1] in ("-h", "--help")
+
+
+def _run() -> NoReturn:
     try:
         name_user()
         app(standalone_mode=True, prog_name="hpc-rl")

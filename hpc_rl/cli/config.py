@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from string import Template
@@ -53,7 +54,8 @@ def init(
         for source, target in FILES.items():
             text = Template((_STARTER / source).read_text()).safe_substitute(model=model)
             (folder / target).parent.mkdir(parents=True, exist_ok=True)
-            (folder / target).write_text(text)
+            with (folder / target).open("x") as file:  # a link that leads nowhere does not exist, and is not followed
+                file.write(text)
         generate(folder / "data", ROWS["train"], ROWS["val"])
     except OSError as error:
         raise UserError(f"cannot write {error.filename}: {error.strerror}") from error
@@ -113,11 +115,12 @@ def _print_keys(kind: str, words: Sequence[str]) -> None:
 
     from hpc_rl.config.keys import documented_keys
     from hpc_rl.config.kinds import KINDS
+    from hpc_rl.host.shown_text import terminal
 
     rows = [row for row in documented_keys(KINDS[kind].schema) if not words or any(word in row[0] for word in words)]
     if not rows:
         raise UserError(f"config {kind} --help {' '.join(words)}: no key contains this word")
-    console = Console(highlight=False)
+    console = Console(highlight=False, file=terminal(sys.stdout))
     for key, type_name, default, meaning in rows:
         console.print(
             f"[bold]{key}[/bold] = {escape(default)}  [dim]({escape(type_name)})[/dim]", soft_wrap=True, markup=True

@@ -135,7 +135,7 @@ def _make(order: Order) -> None:
     except KeyboardInterrupt:
         note("interrupted: the incomplete image was removed")
         leave(130)
-    facts = read_json(written)
+    facts = read_json(written, named=True)
     print(f"{order.out}: {facts['source']}, digest {facts['digest'] or 'unknown'}; origin in {written.name}")
 
 

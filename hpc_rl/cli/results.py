@@ -116,6 +116,8 @@ def report(
         reporting.follow_report(selected, out)
     else:
         reporting.write_report(selected, out)
+    for line in reporting.damaged(selected):
+        note(line)
 
 
 class Dtype(StrEnum):

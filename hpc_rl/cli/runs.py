@@ -23,7 +23,7 @@ from hpc_rl.cli.text import explanation_text, runs_table, short_path, size_text,
 from hpc_rl.cli.waiting import wait_for
 from hpc_rl.errors import UserError
 from hpc_rl.host.counted import counted
-from hpc_rl.run_dir import ENV_RUN_DIR
+from hpc_rl.run_dir import ENV_RUN_DIR, RunDir
 
 
 @app.command()
@@ -46,6 +46,8 @@ def status(run: OptionalRunArgument = None, as_json: JsonOption = False) -> None
         print(json.dumps([row.as_dict() for row in rows]) if as_json else runs_table(rows))
         return
     one = find_run(run)
+    for line in one.damaged():
+        note(line)
     found, explanation = diagnosis.diagnosis_of(one)
     if as_json:
         print(found.as_json())
@@ -70,7 +72,7 @@ def logs(
 
     Example: hpc-rl logs -f sft-1
     """
-    from hpc_rl.runs.follow import LogFiles, RunView, log_files
+    from hpc_rl.runs.follow import MOST_LOG_BYTES, LogFiles, RunView, log_files
     from hpc_rl.runs.status import find_run, newest_run, status_of
 
     found = find_run(run or newest_run())
@@ -87,6 +89,9 @@ def logs(
         what = "log yet" if node is None else f"logs of node {node}"
         ended = f": its job has ended ({now.state}), and hpc-rl explain {found.name} shows why" if now.ended else ""
         raise UserError(f"run {found.name} has no {what} in {found.path}{ended}")
+    for path in files:
+        if path.exists() and path.stat().st_size > MOST_LOG_BYTES:
+            note(f"of {path}, only the last {MOST_LOG_BYTES // 2**20} MiB are shown")
     if follow and node is None and not as_json:
         with RunView(found) as view:
             leave(wait_for(found, view.poll))
@@ -190,6 +195,9 @@ def runs(
         note(f"none of the {len(found)} runs matches the filter")
     else:
         note(f"no runs in {Path(target or 'runs').absolute()}")
+    for row in rows:
+        for line in RunDir(Path(row.status.run_dir)).damaged():
+            note(line)
     if left_out:
         note(f"{left_out:,} older runs have ended: --all lists them too")
     if any(row.status.is_last_recorded for row in rows):
@@ -248,11 +256,13 @@ def attach(
 
     Example: hpc-rl attach --node 1 sft-1 nvidia-smi
     """
+    from hpc_rl.runs import control
     from hpc_rl.runs.status import find_run, is_local, place_of, status_of
     from hpc_rl.slurm import commands
     from hpc_rl.slurm.allocation import expand_hostlist
 
     found = find_run(run)
+    control.check_own(found)
     now = status_of(found)
     if now.state != "RUNNING" or now.job_id is None or is_local(now.job_id):
         what = "runs on this machine" if now.state == "RUNNING" else f"is {now.state}"

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from hpc_rl.errors import UserError
+from hpc_rl.host.files import read_regular
 from hpc_rl.host.shipped import shipped
 
 
@@ -96,7 +97,7 @@ def not_text() -> Path | None:
     """Return the first YAML file below `configs/` that is not UTF-8 text."""
     for path in (path for folder in folders() for path in sorted(folder.rglob("*.yaml"))):
         try:
-            path.read_text(encoding="utf-8")
+            read_regular(path, named=True).decode("utf-8")
         except (OSError, UnicodeDecodeError):
             return path
     return None
@@ -128,7 +129,7 @@ def _is_global(name: str) -> bool:
     """Return whether no section is in front of a file's keys: a job file, or `# @package _global_` at its beginning."""
     group, stem = _split(name)
     try:
-        head = file_of(group, stem).read_text(encoding="utf-8")[:200]
+        head = read_regular(file_of(group, stem), named=True).decode("utf-8")[:200]
     except (OSError, UnicodeDecodeError):
         return True
     return not group or "# @package _global_" in head
@@ -168,8 +169,10 @@ def _load(path: Path) -> dict[str, Any]:
     """Read a YAML file; an empty table if it cannot be read, which Hydra reports."""
     import yaml
 
+    from hpc_rl.config.tree import load_yaml
+
     try:
-        document = yaml.safe_load(path.read_text(encoding="utf-8"))
+        document = load_yaml(path)
     except (OSError, UnicodeDecodeError, yaml.YAMLError):
         return {}
     return document if isinstance(document, dict) else {}

@@ -7,6 +7,7 @@ the value of another file instead, as lists do. So Hydra sees such a table as a 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from hydra import compose, initialize_config_dir
@@ -16,7 +17,7 @@ from hydra.plugins.config_source import ConfigResult
 from omegaconf import OmegaConf
 
 from hpc_rl.config.groups import folders
-from hpc_rl.config.tree import VALUES, flat, put
+from hpc_rl.config.tree import VALUES, compose_yaml, flat, put
 from hpc_rl.host.shipped import shipped
 
 _TABLE = "a table"
@@ -27,7 +28,9 @@ class _Files(FileConfigSource):
     """A folder with job files and groups."""
 
     def load_config(self, config_path: str) -> ConfigResult:
-        """Read a file; put tables that are values into lists."""
+        """Read a file; put tables that are values into lists. Hydra reads no file that would never end."""
+        if (file := Path(self.path, f"{config_path.removesuffix('.yaml')}.yaml")).exists():
+            compose_yaml(file)
         found = super().load_config(config_path)
         package = found.header["package"]
         section = config_path.rpartition("/")[0].replace("/", ".") if package is None else package

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from hpc_rl.config.groups import composed_files, groups
+from hpc_rl.config.tree import compose_yaml
 
 
 def origin_of(job: str, key: str, overrides: Sequence[str] = ()) -> str:
@@ -38,20 +39,20 @@ def _lines(path: Path) -> Iterator[tuple[str, int]]:
     import yaml
 
     try:
-        document = yaml.compose(path.read_text(encoding="utf-8"), yaml.SafeLoader)
+        _, document = compose_yaml(path)
     except (OSError, UnicodeDecodeError, yaml.YAMLError):
         return
-    yield from _keys(document, "", ())
+    yield from _keys(document, "")
 
 
-def _keys(node: Any, prefix: str, above: tuple[Any, ...]) -> Iterator[tuple[str, int]]:
+def _keys(node: Any, prefix: str) -> Iterator[tuple[str, int]]:
     import yaml
 
-    if not isinstance(node, yaml.MappingNode) or node in above:  # an alias may contain itself
+    if not isinstance(node, yaml.MappingNode):
         return
     for name, value in node.value:
         yield f"{prefix}{name.value}", name.start_mark.line + 1
-        yield from _keys(value, f"{prefix}{name.value}.", (*above, node))
+        yield from _keys(value, f"{prefix}{name.value}.")
 
 
 def _is_same_or_above(key: str, other: str) -> bool:

@@ -10,7 +10,12 @@ from typing import Any
 import yaml
 
 from hpc_rl.errors import UserError
+from hpc_rl.host.files import read_regular
 
+MOST_YAML_BYTES = 2**19
+"""Of a YAML file, of which a second of work reads about 40,000."""
+_MOST_VALUES = 200_000
+"""Of a YAML file. One of MOST_YAML_BYTES without aliases has less."""
 VALUES = frozenset({"data.train_files"})
 """Keys whose tables are values, because the keys of these tables are not options: names of files contain dots."""
 
@@ -24,14 +29,77 @@ _Loader.add_implicit_resolver(
 )
 
 
-def read_tree(path: Path) -> dict[str, Any]:
+class OversizeError(yaml.MarkedYAMLError):
+    """A file is small, but its aliases would make very large values of it, or it is nested too deeply."""
+
+
+def compose_yaml(path: Path, named: bool = True) -> tuple[Any, yaml.Node | None]:
+    """Read a YAML file into nodes. Every YAML file is read through this function.
+
+    Args:
+        named: see `open_regular`.
+
+    Returns:
+        the loader, whose construct_document makes values of the nodes, and the nodes; None if the file is empty.
+
+    Raises:
+        OSError: it cannot be read, or has more than MOST_YAML_BYTES bytes.
+        UnicodeDecodeError, YAMLError: it is not YAML.
+    """
+    loader = _Loader(read_regular(path, MOST_YAML_BYTES, named=named).decode("utf-8"))
+    try:
+        node = loader.get_single_node()
+        if node is not None:
+            _count(node, {})
+    except RecursionError as error:
+        raise OversizeError(problem="it is nested too deeply") from error
+    return loader, node
+
+
+def _count(node: yaml.Node, counts: dict[int, int]) -> int:
+    """Return the number of values of a node, in which those of an alias count wherever it is used.
+
+    Args:
+        counts: by identity of a node; 0 while its values are counted.
+    """
+    known = counts.get(id(node))
+    if known == 0:
+        raise OversizeError(problem="an alias contains itself", problem_mark=node.start_mark)
+    if known is not None:
+        return known
+    counts[id(node)], total = 0, 1
+    if isinstance(node, yaml.MappingNode):
+        total += sum(_count(key, counts) + _count(value, counts) for key, value in node.value)
+    elif isinstance(node, yaml.SequenceNode):
+        total += sum(_count(one, counts) for one in node.value)
+    if total > _MOST_VALUES:
+        raise OversizeError(
+            problem=f"aliases stand for more than {_MOST_VALUES:,} values", problem_mark=node.start_mark
+        )
+    counts[id(node)] = total
+    return total
+
+
+def load_yaml(path: Path, named: bool = True) -> Any:
+    """Read a YAML file; see `compose_yaml`."""
+    loader, node = compose_yaml(path, named)
+    try:
+        return None if node is None else loader.construct_document(node)
+    except RecursionError as error:
+        raise OversizeError(problem="it is nested too deeply") from error
+
+
+def read_tree(path: Path, named: bool = True) -> dict[str, Any]:
     """Read a YAML file of nested tables. Their keys and values are not checked.
+
+    Args:
+        named: see `open_regular`.
 
     Raises:
         UserError: the file is missing, or is not a table in YAML.
     """
     try:
-        tree = yaml.load(path.read_text(encoding="utf-8"), _Loader)
+        tree = load_yaml(path, named)
     except OSError as error:
         raise UserError(f"no configuration at {path}: {error.strerror or 'it cannot be read'}") from error
     except (yaml.YAMLError, UnicodeDecodeError) as error:
@@ -44,7 +112,7 @@ def read_tree(path: Path) -> dict[str, Any]:
 def read_options(path: Path) -> dict[str, Any]:
     """Return dotted key -> value of a run's config.yaml; empty if there is none, or it cannot be read."""
     try:
-        return flat(read_tree(path))
+        return flat(read_tree(path, named=False))
     except UserError:
         return {}
 

@@ -259,7 +259,8 @@ def write_window(stream: Stream, order: Order) -> Written:
     """
     count, partial = 0, order.path.with_suffix(".partial")
     with writing(order.path):
-        with partial.open("wb") as file:
+        partial.unlink(missing_ok=True)
+        with partial.open("xb") as file:
             stream.seek(order.first, order.cursor)
             while count < order.rows and (block := stream.take(min(BLOCK_ROWS, order.rows - count))):
                 for number, row in enumerate(block, start=order.first + count + 1):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -11,6 +12,7 @@ from typing import Literal
 from hpc_rl.doctor.known_failures import ANY_EXCEPTION, KNOWN_FAILURES, Kind, KnownFailure
 from hpc_rl.errors import EXIT_BAD_INPUT, UserError
 from hpc_rl.host import flight_records
+from hpc_rl.host.files import open_regular
 from hpc_rl.run_dir import RunDir
 from hpc_rl.runs.status import STOPPED, RunStatus, status_of
 from hpc_rl.tracking.metrics import MOST_STEPS, read_thinned
@@ -127,7 +129,7 @@ def explain_run(run: RunDir, status: RunStatus, most_files: int = MOST_FILES) ->
     if status.state in ENDED_WELL:
         return NOTHING
     log = Path(status.log) if status.log else None
-    job_log = _NEW_START.split(read_ends(log))[-1] if log is not None and log.exists() else ""
+    job_log = _NEW_START.split(_ends_of(log))[-1] if log is not None else ""
     found = _explain(job_log, status.log or "", _other_texts(run, status, most_files))
     if status.exit_code == EXIT_BAD_INPUT:
         found = _of_bad_input(found, job_log)
@@ -162,7 +164,7 @@ def explain_file(path: Path) -> Explanation:
         UserError: the file cannot be read.
     """
     try:
-        return _explain(read_ends(path), str(path), ())
+        return _explain(read_ends(path, named=True), str(path), ())
     except OSError as error:
         raise UserError(f"{path} cannot be read: {error.strerror}") from error
 
@@ -251,20 +253,35 @@ def _other_texts(run: RunDir, status: RunStatus, most_files: int) -> Iterator[Lo
         yield LogText(str(run.path), f"{reason}: {status.disk}")
     elif status.left_no_log:
         yield LogText(str(run.path), f"the job left no log: its nodes may not see {run.path}")
-    if run.metrics.exists():
-        yield LogText(str(run.metrics), read_ends(run.metrics))
+    if metrics := _ends_of(run.metrics):
+        yield LogText(str(run.metrics), metrics)
     for attempt in run.attempts()[-1:]:
         if most_files >= MOST_FILES or len(list(attempt.glob("flight-*"))) <= most_files:
             yield LogText(str(attempt), "\n".join(flight_records.explanations(attempt)))
         logs = sorted(path for path in attempt.rglob("*") if path.suffix in _LOG_SUFFIXES and path.is_file())
         for path in sorted(logs, key=lambda path: path.parent != attempt)[:most_files]:
-            yield LogText(str(path), read_ends(path), "own" if path.parent == attempt else "ray")
+            yield LogText(str(path), _ends_of(path), "own" if path.parent == attempt else "ray")
 
 
-def read_ends(path: Path) -> str:
-    """Read a text file, or the first and the last part of a long one."""
-    with path.open("rb") as file:
-        size = path.stat().st_size
+def _ends_of(path: Path) -> str:
+    """Read a text file of a run; see `read_ends`. It is empty if there is no such file."""
+    try:
+        return read_ends(path)
+    except OSError:
+        return ""
+
+
+def read_ends(path: Path, named: bool = False) -> str:
+    """Read a text file, or the first and the last part of a long one.
+
+    Args:
+        named: see `open_regular`.
+
+    Raises:
+        OSError: it cannot be read.
+    """
+    with open_regular(path, named=named) as file:
+        size = os.fstat(file.fileno()).st_size
         head = file.read(HEAD_BYTES)
         file.seek(max(len(head), size - TAIL_BYTES))
         skipped = b"\n" if file.tell() > len(head) else b""

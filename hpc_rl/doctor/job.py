@@ -19,6 +19,7 @@ from hpc_rl.doctor.training import report, training_checks
 from hpc_rl.errors import UserError
 from hpc_rl.host import acceptance
 from hpc_rl.host.counted import counted
+from hpc_rl.host.files import read_end
 from hpc_rl.host.node_report import NodeReport
 from hpc_rl.images.run_options import image_preflight
 from hpc_rl.run_dir import RunDir
@@ -34,6 +35,8 @@ from hpc_rl.submission.request import Request, plan, reserve
 from hpc_rl.submission.script import render
 
 KIND = "doctor"
+_LOG_BYTES = 2**20
+"""At the end of a log that are read for its last line."""
 PATIENCE_S = 20
 SHORT = {"slurm.time": "10:00", "slurm.warning_s": 60, "slurm.requeue": False}
 """Settings of the doctor's job, which take precedence over those of a profile."""
@@ -189,5 +192,5 @@ def _without_reports(run: RunDir) -> list[Check]:
         return [
             problem("shared folder", f"{state}; {where}", "put runs on a file system that all nodes share (--run-dir)")
         ]
-    lines = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
+    lines = [line for line in read_end(log, _LOG_BYTES).decode(errors="replace").splitlines() if line.strip()]
     return [problem("job", f"{state}: {lines[-1] if lines else 'its log is empty'}", f"see its log {log}")]

@@ -13,6 +13,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Literal
 
+from hpc_rl.host.files import open_to_append
 from hpc_rl.host.scratch import local_folder, new_name
 
 State = Literal["planned", "started", "passed", "skipped", "failed"]
@@ -68,9 +69,8 @@ def scratch_folder(environ: Mapping[str, str], job_id: str) -> Path:
 
 def append(path: Path, lines: Sequence[Line]) -> None:
     """Append lines, and have them on the disk before returning."""
-    with path.open("a", encoding="utf-8") as file:
-        file.writelines(json.dumps(asdict(line)) + "\n" for line in lines)
-        file.flush()
+    with open_to_append(path) as file:
+        file.writelines(json.dumps(asdict(line)).encode() + b"\n" for line in lines)
         os.fsync(file.fileno())
 
 

@@ -23,7 +23,7 @@ from typing import IO
 
 from hpc_rl.host.disk import explained, mount_of
 from hpc_rl.host.locks import local_by_mount
-from hpc_rl.host.ownership import weakness
+from hpc_rl.host.ownership import is_own_folder, weakness
 from hpc_rl.host.scratch import remove_tree
 
 LOCK = "lock"
@@ -146,6 +146,8 @@ def remove(folder: Path) -> bool:
     gone."""
     if not locks_reach(folder.parent):
         return not folder.exists()
+    if not is_own_folder(folder):  # another user's, or a link
+        return not os.path.lexists(folder)
     try:
         lock = _locked(folder / LOCK, fcntl.LOCK_EX, needs_lock=True)
     except PermissionError:  # another user's

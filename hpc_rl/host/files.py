@@ -6,6 +6,7 @@ import codecs
 import errno
 import json
 import os
+import re
 import stat
 import sys
 from collections.abc import Iterable, Iterator
@@ -16,47 +17,159 @@ from typing import IO, Any, Self
 from hpc_rl.errors import RunError, UserError
 from hpc_rl.host.disk import UNWRITABLE, explained
 
+MOST_BYTES = 64 * 2**20
+"""Of a file that is read whole; those of runs and models have much less."""
+MOST_LINE_BYTES = 2**20
+"""Of a line of a file of a run; longer ones are left out."""
+ATTEMPT = re.compile(r"attempt-(\d{1,9})")
+"""Name of the folder of an attempt in a run directory."""
+_READ = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC
+_WRITE = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+_FOLDER = os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC
 MOST_PENDING_BYTES = 16 * 2**20
 """Lines that a `LineFile` keeps while it cannot write; older ones are lost."""
 
 
 class Follower:
-    """Reads the text that is appended to a file. The file may be created later."""
+    """Reads the text that is appended to a file of a run. The file may be created later."""
 
     def __init__(self, path: Path, offset: int = 0) -> None:
         self.path = path
         self._offset = offset
         # A read may end in the middle of a character.
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+        self.rest = ""
+        """The line that is not complete yet."""
 
     @classmethod
-    def at_end(cls, path: Path) -> Self:
-        """Follow a file from its present end."""
-        return cls(path, path.stat().st_size if path.exists() else 0)
+    def at_end(cls, path: Path, most: int = 0) -> Self:
+        """Follow a file from its present end, or from so many bytes before it."""
+        return cls(path, max(0, path.stat().st_size - most) if path.exists() else 0)
 
     def new_text(self) -> str:
-        """Return what was appended since the last call."""
+        """Return what was appended since the last call, at most MOST_BYTES of it."""
         try:
             with open_regular(self.path) as log:
                 log.seek(self._offset)
-                new = log.read()
+                new = log.read(MOST_BYTES)
         except FileNotFoundError:
             return ""
         self._offset += len(new)
         return self._decoder.decode(new)
 
+    def new_lines(self) -> list[str]:
+        """Return the lines that were completed since the last call; those longer than MOST_LINE_BYTES in parts."""
+        *lines, self.rest = (self.rest + self.new_text()).split("\n")
+        if len(self.rest) > MOST_LINE_BYTES:
+            lines.append(self.rest)
+            self.rest = ""
+        return lines
 
-def open_regular(path: Path | str) -> IO[bytes]:
-    """Open a file for reading without waiting, as opening a FIFO would.
+
+def open_regular(path: Path | str, *, named: bool = False) -> IO[bytes]:
+    """Open a regular file for reading, without waiting as for a FIFO. Its kind and owner are those of the open file.
+
+    Args:
+        named: whether the user has named this file or its folder, such as a model's, and may have named a link. Without
+            it, the file is part of a folder such as a run directory, whose owner may be another user: no link is
+            followed from there on, and the file belongs to the owner of the folder, or to root.
 
     Raises:
-        FileNotFoundError: there is no regular file.
+        NotPlainError: it is no such file.
+        OSError: it cannot be opened.
     """
-    file = os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb")
-    if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-        file.close()
-        raise FileNotFoundError(errno.ENOENT, "not a regular file", str(path))
-    return file
+    try:
+        file, owners = (os.open(path, _READ), None) if named else _open_in_folder(Path(path))
+    except OSError as error:
+        if error.errno in (errno.ELOOP, errno.ENOTDIR, errno.ENXIO):
+            raise NotPlainError(errno.ENOENT, "it is a link, or below one", str(path)) from error
+        raise
+    found = os.fstat(file)
+    problem = "" if stat.S_ISREG(found.st_mode) else "it is not a regular file"
+    if not problem and owners is not None and found.st_uid not in owners:
+        problem = "it belongs to another user than its folder"
+    if problem:
+        os.close(file)
+        raise NotPlainError(errno.ENOENT, problem, str(path))
+    return os.fdopen(file, "rb")
+
+
+class NotPlainError(FileNotFoundError):
+    """There is a file, but reading it could wait for ever, or give away another one."""
+
+
+def _open_in_folder(path: Path) -> tuple[int, tuple[int, ...]]:
+    """Open a file through no link below its folder, or below the run directory that has its attempt.
+
+    Returns:
+        the descriptor, and the users to whom the file may belong.
+    """
+    above = [number for number, name in enumerate(path.parts) if ATTEMPT.fullmatch(name)]
+    first = above[-1] if above else len(path.parts) - 1
+    folder = os.open(Path(*path.parts[:first]), _FOLDER)
+    try:
+        owner = os.fstat(folder).st_uid
+        for name in path.parts[first:-1]:
+            inner = os.open(name, _FOLDER | os.O_NOFOLLOW, dir_fd=folder)
+            os.close(folder)
+            folder = inner
+            if os.fstat(folder).st_uid != owner:
+                raise NotPlainError(errno.ENOENT, "it is in a folder of another user", str(path))
+        file = os.open(path.name, _READ | os.O_NOFOLLOW, dir_fd=folder)
+    finally:
+        os.close(folder)
+    # For root, a file of root in the folder of another user is a hard link that this user has made.
+    return file, (owner, 0) if os.geteuid() else (owner,)
+
+
+def read_regular(path: Path | str, most: int = MOST_BYTES, *, named: bool = False) -> bytes:
+    """Read a whole file; see `open_regular`.
+
+    Args:
+        most: bytes that it may have.
+
+    Raises:
+        NotPlainError: it is no such file.
+        OSError: it cannot be read, or is larger.
+    """
+    with open_regular(path, named=named) as file:
+        found = file.read(most + 1) if os.fstat(file.fileno()).st_size <= most else b" " * (most + 1)
+    if len(found) > most:
+        raise OSError(errno.EFBIG, f"it has more than {most:,} bytes", str(path))
+    return found
+
+
+def last_lines_of(file: IO[bytes], most: int, longest: int = MOST_LINE_BYTES) -> Iterator[bytes]:
+    """Yield the lines at the end of a file, with their line ends. The first may be cut off. Longer ones are left out.
+
+    Args:
+        most: bytes at the end that are read.
+        longest: bytes of a line.
+    """
+    file.seek(max(0, os.fstat(file.fileno()).st_size - most))
+    left = most
+    while left > 0 and (line := file.readline(min(longest, left) + 1)):
+        left -= len(line)
+        if line.endswith(b"\n") or len(line) <= longest:
+            yield line
+            continue
+        while left > 0 and line and not line.endswith(b"\n"):
+            line = file.readline(min(longest, left) + 1)
+            left -= len(line)
+
+
+def open_to_append(path: Path | str, mode: int = 0o666) -> IO[bytes]:
+    """Open a regular file, or create it, to append to it. No link is followed, and nothing is buffered.
+
+    Raises:
+        OSError: it is a link or not a regular file, or cannot be written.
+    """
+    file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, mode)
+    if not stat.S_ISREG(os.fstat(file).st_mode):
+        os.close(file)
+        raise FileExistsError(errno.EEXIST, "not a regular file", str(path))
+    os.set_blocking(file, True)  # for the programs that inherit it
+    return os.fdopen(file, "ab", buffering=0)
 
 
 class LineFile:
@@ -68,8 +181,7 @@ class LineFile:
     def __init__(self, path: Path) -> None:
         self.path = path
         path.parent.mkdir(parents=True, exist_ok=True)
-        unfinished = path.exists() and path.stat().st_size and not path.read_bytes().endswith(b"\n")
-        self._pending = b"\n" if unfinished else b""
+        self._pending = b"\n" if _is_unfinished(path) else b""
         self._is_failing = False
 
     def write(self, *lines: str) -> None:
@@ -97,30 +209,44 @@ class LineFile:
         self._is_failing = False
 
     def _append(self) -> None:
-        descriptor = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
-        try:
+        with open_to_append(self.path) as file:
             while self._pending:
-                self._pending = self._pending[os.write(descriptor, self._pending) :]
-        finally:
-            os.close(descriptor)
+                self._pending = self._pending[file.write(self._pending) :]
+
+
+def _is_unfinished(path: Path) -> bool:
+    try:
+        with open_regular(path) as file:
+            file.seek(-1, os.SEEK_END)
+            return file.read() != b"\n"
+    except OSError:  # it is missing or empty
+        return False
+
+
+def read_end(path: Path, most: int) -> bytes:
+    """Return the last bytes of a file of a run; nothing if there is no such file."""
+    try:
+        with open_regular(path) as file:
+            file.seek(max(0, os.fstat(file.fileno()).st_size - most))
+            return file.read(most)
+    except FileNotFoundError:
+        return b""
 
 
 def tail(path: Path, lines: int = 20) -> str:
     """Return the last lines of a log, indented. Only the end of a large log is read."""
-    try:
-        with open_regular(path) as log:
-            log.seek(max(0, path.stat().st_size - 200 * lines))
-            found = log.read().decode(errors="replace").splitlines()
-    except FileNotFoundError:
-        return ""
+    found = read_end(path, 200 * lines).decode(errors="replace").splitlines()
     return "\n".join("    " + line for line in found[-lines:])
 
 
-def read_json(path: Path | str) -> dict[str, Any]:
-    """Return the JSON object in a file, or an empty one if the file is missing, unreadable or incomplete."""
+def read_json(path: Path | str, *, named: bool = False) -> dict[str, Any]:
+    """Return the JSON object in a file, or an empty one if the file is missing, unreadable, too large or incomplete.
+
+    Args:
+        named: see `open_regular`.
+    """
     try:
-        with open_regular(path) as file:
-            found = json.loads(file.read().decode())
+        found = json.loads(read_regular(path, named=named).decode())
     except (OSError, ValueError, RecursionError):
         return {}
     return found if isinstance(found, dict) else {}
@@ -135,7 +261,8 @@ def folder_state(folder: Path) -> list[tuple[str, int, int]]:
 
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """Yield a temporary path in the same folder, and rename it to `path` if the block succeeds.
+    """Yield a temporary path in the same folder, and rename it to `path` if the block succeeds. The block creates the
+    file with mode "x", which follows no link that another user has made meanwhile.
 
     Readers see the old file or the new one, never a part of it. If the block fails, nothing is left. The temporary name
     contains the host and the process, so that the nodes of a job do not share one.
@@ -178,7 +305,7 @@ def write_atomically(path: Path, text: str, forbidden: int = 0) -> None:
 
 def write_synced(path: Path, text: str) -> None:
     """Write a text file and force it to the disk."""
-    with path.open("w", encoding="utf-8") as file:
+    with os.fdopen(os.open(path, _WRITE, 0o666), "w", encoding="utf-8") as file:
         file.write(text)
         file.flush()
         os.fsync(file.fileno())

@@ -12,6 +12,7 @@ The files are pickles of dictionaries, lists, texts and numbers (torch/csrc/dist
 
 from __future__ import annotations
 
+import io
 import json
 import pickle
 import re
@@ -20,8 +21,15 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from hpc_rl.host.files import read_regular
+
 LARGEST_BYTES = 64 << 20
 """A file above this size is not read; torch keeps 2,000 collectives, which take about 2 MB."""
+_DAMAGE = (
+    *(ArithmeticError, AttributeError, EOFError, LookupError, MemoryError, RecursionError, TypeError, ValueError),
+    pickle.UnpicklingError,
+)
+"""What reading a damaged pickle raises."""
 MARK = "flight recorder: "
 OF_GLOO = ".gloo"
 """End of the name of the second file of a rank on a GPU. This file has the collectives in host memory."""
@@ -255,18 +263,15 @@ def read_record(path: Path) -> Record:
     """Read one file of a rank. Groups of the second file get other names, since gloo numbers its collectives apart.
 
     Raises:
-        NoRecordError: the file is not a flight recorder's, is cut off, or is too large.
-        OSError: the file cannot be read.
+        NoRecordError: the file is not a flight recorder's, or is cut off.
+        OSError: the file cannot be read, or is too large.
     """
-    size = path.stat().st_size
-    if size > LARGEST_BYTES:
-        raise NoRecordError(f"it has {size} bytes, more than {LARGEST_BYTES}")
+    data = read_regular(path, LARGEST_BYTES)
     try:
-        with path.open("rb") as file:
-            found = groups_of(_Plain(file).load())
+        found = groups_of(_Plain(io.BytesIO(data)).load())
     except NoRecordError:
         raise
-    except (pickle.UnpicklingError, EOFError, ValueError, TypeError, KeyError, IndexError, AttributeError) as error:
+    except _DAMAGE as error:
         raise NoRecordError(f"{type(error).__name__}: {error}") from error
     if path.suffix != OF_GLOO:
         return found

@@ -127,7 +127,7 @@ def file_latency_s(folder: Path, times: int = 10) -> float:
     for _ in range(times):
         began = time.monotonic()
         try:
-            with partial.open("wb") as file:
+            with partial.open("xb") as file:
                 file.write(b"x")
                 file.flush()
                 os.fsync(file.fileno())

@@ -63,7 +63,7 @@ def is_language_model(architectures: Sequence[str] | None) -> bool:
 
 def architectures_of(folder: Path) -> list[str]:
     """Return the `architectures` of a model folder; empty if it declares none."""
-    found = read_json(folder / "config.json").get("architectures")
+    found = read_json(folder / "config.json", named=True).get("architectures")
     return [str(name) for name in found] if isinstance(found, list) else []
 
 
@@ -108,7 +108,7 @@ def refuse_quantised(
     found = None
     for name, entry in _QUANTISED.items():
         file = find(name)
-        if file is not None and (value := read_json(file).get(entry)) is not None:
+        if file is not None and (value := read_json(file, named=True).get(entry)) is not None:
             how = [value.get(part) for part in ("quant_method", "quant_algo")] if isinstance(value, dict) else []
             found = f"{name} has {entry}" + "".join(f" ({part})" for part in how if part)
             break

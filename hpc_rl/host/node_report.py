@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from hpc_rl.host.files import write_atomically
+from hpc_rl.host.files import read_regular, write_atomically
 from hpc_rl.host.machine import PythonFacts
 
 
@@ -91,7 +91,7 @@ class NodeReport:
     @classmethod
     def read(cls, path: Path) -> NodeReport:
         """Read a report that `write` wrote."""
-        facts: dict[str, Any] = json.loads(path.read_text())
+        facts: dict[str, Any] = json.loads(read_regular(path))
         nested = {"python": PythonFacts.of_json(facts["python"])}
         trials = {name: _trial(facts[name]) for name in ("all_reduce", "ray")}
         return cls(**{**facts, **nested, **trials})

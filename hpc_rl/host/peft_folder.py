@@ -84,7 +84,7 @@ def read_peft_folder(key: str, path: Path) -> PeftFolder:
     for name in (CONFIG, WEIGHTS):
         if not (path / name).is_file():
             raise UserError(f"{what} is not a folder with adapters in the format of peft: it has no {name}")
-    config = read_json(path / CONFIG)
+    config = read_json(path / CONFIG, named=True)
     if config.get("peft_type") != "LORA":
         raise UserError(f"{what} has adapters of type {config.get('peft_type')}, but only LORA is supported")
     special = [name for name in _UNSUPPORTED if config.get(name)]
@@ -139,7 +139,7 @@ def _other_settings(base: str, model: str) -> str | None:
     """Return a difference between two models: their names on the hub, or the first setting in their folders."""
     if _are_on_hub(base, model):
         return None if base == model else "their names on the hub differ"
-    theirs, ours = (read_json(Path(path) / "config.json") for path in (base, model))
+    theirs, ours = (read_json(Path(path) / "config.json", named=True) for path in (base, model))
     differ = [name for name in sorted((theirs.keys() & ours.keys()) - _OF_FILES) if theirs[name] != ours[name]]
     return f"{differ[0]} is {theirs[differ[0]]} there and {ours[differ[0]]} here" if differ else None
 

@@ -14,18 +14,29 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hpc_rl.host.files import open_regular
+from hpc_rl.host.files import open_regular, open_to_append
+from hpc_rl.host.typed_json import Check, is_integer, is_job_id, is_number, is_text, is_time, kept, object_of
 
+_MOST_BYTES = 2**26
+"""Of a usage file that are read: those of more than a week."""
 _END_BYTES = 4096
 """More than the longest line. For tables of many runs only the ends of the files are read."""
 
 Line = dict[str, Any]
+_TYPES: dict[str, Check] = {
+    **dict.fromkeys(("cpus", "memory_gb"), is_number),
+    "node": is_text,
+    "job_id": is_job_id,
+    "exit_code": is_integer,
+    "gpus": lambda value: isinstance(value, list),
+}
 
 
 @dataclass(frozen=True)
@@ -79,7 +90,7 @@ def usage_file(attempt_dir: Path, node_rank: int) -> Path:
 
 def append_line(path: Path, line: Line) -> None:
     """Append a line. If the disk is full the line is lost, and the job continues."""
-    with contextlib.suppress(OSError), path.open("ab") as file:
+    with contextlib.suppress(OSError), open_to_append(path) as file:
         file.write(json.dumps(line, allow_nan=False).encode() + b"\n")
 
 
@@ -137,21 +148,28 @@ def _read_nodes(attempt_dir: Path, ends_only: bool) -> list[NodeUsage]:
 
 def _read_lines(path: Path, ends_only: bool) -> list[str]:
     with contextlib.suppress(FileNotFoundError), open_regular(path) as file:
-        if not ends_only:
-            return file.read().decode(errors="replace").splitlines()
         first = file.readline(_END_BYTES)
-        file.seek(max(file.tell(), path.stat().st_size - _END_BYTES))
+        size = os.fstat(file.fileno()).st_size
+        file.seek(max(file.tell(), size - (_END_BYTES if ends_only else _MOST_BYTES)))
         # The read may begin in the middle of a line, which is then not a JSON object and is skipped.
-        return [part.decode(errors="replace") for part in (first, *file.read().splitlines()[-2:])]
+        rest = file.read(_MOST_BYTES).splitlines()
+        return [part.decode(errors="replace") for part in (first, *(rest[-2:] if ends_only else rest))]
     return []
 
 
 def _parse_line(text: str) -> Line | None:
-    try:
-        line = json.loads(text)
-    except ValueError:
+    line = object_of(text)
+    if line is None or not is_time(line.get("time")):
         return None
-    return line if isinstance(line, dict) and isinstance(line.get("time"), int | float) else None
+    line = kept(line, _TYPES)
+    return {**line, "gpus": [gpu for gpu in line.get("gpus", ()) if _is_gpu(gpu)]}
+
+
+def _is_gpu(value: Any) -> bool:
+    """Return whether a value is [busy, memory used, memory]; the first is null on some GPUs."""
+    if not isinstance(value, list) or len(value) != 3 or not all(is_number(part) for part in value[1:]):
+        return False
+    return value[0] is None or is_number(value[0])
 
 
 def _sample(line: Line) -> UsageSample:

@@ -21,7 +21,7 @@ from typing import NoReturn
 
 from hpc_rl import __version__
 from hpc_rl.errors import RunError, UserError
-from hpc_rl.host.files import Follower, read_json, write_atomically
+from hpc_rl.host.files import Follower, open_to_append, read_json, write_atomically
 from hpc_rl.host.ownership import private_folder
 from hpc_rl.host.processes import adopt_orphans, end, end_descendants, shell_code, start
 from hpc_rl.host.scratch import local_folder, remove_tree
@@ -172,7 +172,7 @@ def _lock(out: Path) -> Iterator[None]:
     """Allow one build of a path at a time; the lock file is removed at the end."""
     path = out.with_name(f".{out.name}.lock")
     try:
-        lock = path.open("w")
+        lock = open_to_append(path)
     except OSError as error:
         raise UserError(f"--out {out}: {error.strerror}") from error
     with lock:
@@ -229,7 +229,7 @@ def _digest_of_file(source: Source) -> str | None:
 
 def _cached_manifests(cache: Path) -> list[str]:
     """Return digests of the images in the runtime's cache, oldest first (OCI image layout, index.json)."""
-    index = read_json(cache / "cache" / "blob" / "index.json")
+    index = read_json(cache / "cache" / "blob" / "index.json", named=True)
     return [manifest["digest"] for manifest in index.get("manifests", [])]
 
 

@@ -72,7 +72,7 @@ def gpu_option() -> str | None:
 
 
 def read_sidecar(image: Path) -> dict[str, Any]:
-    return read_json(sidecar(image))
+    return read_json(sidecar(image), named=True)
 
 
 def _judge(report: ImageReport) -> None:

@@ -30,7 +30,7 @@ from hpc_rl.host.acceptance import (
     scratch_folder,
     unfinished,
 )
-from hpc_rl.host.files import read_json, write_atomically
+from hpc_rl.host.files import open_to_append, read_json, write_atomically
 from hpc_rl.host.processes import GRACE_S, end, shell_code, start
 from hpc_rl.host.scratch import remove_recorded, remove_scratch
 from hpc_rl.node.doctor_trials import common_options, last_words
@@ -214,7 +214,7 @@ def processes(node: Node, number: int, announced: Announcement) -> Iterator[subp
     """Start this node's processes of a session, and end them."""
     folder = node.session(number)
     environ = {**os.environ, ENV_ATTEMPT_DIR: str(folder), ENV_SCRATCH: announced.scratch}
-    with log_of(node, number).open("ab") as output:
+    with open_to_append(log_of(node, number)) as output:
         child = start([sys.executable, "-P", "-m", *entry(node, number, announced.launcher)], environ, output)
         try:
             yield child

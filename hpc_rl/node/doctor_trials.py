@@ -15,7 +15,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from hpc_rl.host.files import read_json, tail
+from hpc_rl.host.files import open_to_append, read_json, tail
 from hpc_rl.host.node_report import Trial
 from hpc_rl.host.processes import end, shell_code, start
 from hpc_rl.host.ray_version import installed_ray, token_authentication
@@ -66,7 +66,7 @@ def common_options(options: argparse.Namespace) -> list[str]:
 def _run(folder: Path, entry: Sequence[str], start_timeout_s: int) -> Trial:
     log = folder / f"{os.environ['SLURM_NODEID']}.out"
     began = time.monotonic()
-    with log.open("ab") as output:
+    with open_to_append(log) as output:
         child = start([sys.executable, "-P", "-m", *entry], {**os.environ, ENV_ATTEMPT_DIR: str(folder)}, output)
         try:
             code = shell_code(child.wait(start_timeout_s + AFTER_START_S))

@@ -205,7 +205,8 @@ def create_once(path: Path, text: str) -> bool:
     """Write a file unless it exists. Returns whether this call did. Atomic on a shared file system too (link(2))."""
     own = path.with_name(f"{path.name}.{secrets.token_hex(8)}.partial")
     try:
-        own.write_text(text)
+        with own.open("x") as file:
+            file.write(text)
         os.link(own, path)
     except FileExistsError:
         return False

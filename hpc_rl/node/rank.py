@@ -16,6 +16,7 @@ from pathlib import Path
 
 from hpc_rl.errors import EXIT_BAD_INPUT, EXIT_STOPPED
 from hpc_rl.host.disk import tolerate_lost_output
+from hpc_rl.host.files import open_to_append
 from hpc_rl.host.numa import bind_near, gpu_of_rank
 from hpc_rl.host.processes import die_with_parent, forward_termination, held_termination, shell_code, start, wait
 from hpc_rl.node.rank_ends import RankExit, log_path, read_exits, record_exit, record_start
@@ -38,7 +39,7 @@ def main(argv: list[str]) -> int:
     rank, node_rank = int(os.environ["RANK"]), int(os.environ["GROUP_RANK"])
     bind_near(os.environ, gpu_of_rank(os.environ, int(os.environ["LOCAL_RANK"])))
     # Another rank may fail immediately. torchrun then ends this process, which would leave a start without an end.
-    with log_path(attempt_dir, node_rank, rank).open("ab") as log, held_termination():
+    with open_to_append(log_path(attempt_dir, node_rank, rank)) as log, held_termination():
         record_start(attempt_dir, node_rank, rank)
         child = start([sys.executable, "-u", *program], os.environ, log)
         asked_to_end = forward_termination(child, ASKED_GRACE_S / 2)

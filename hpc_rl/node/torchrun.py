@@ -18,6 +18,7 @@ from pathlib import Path
 
 from hpc_rl.errors import RunError, UserError
 from hpc_rl.host.disk import tolerate_lost_output
+from hpc_rl.host.files import open_to_append
 from hpc_rl.host.heartbeat import BEATS, ENV_HEARTBEATS
 from hpc_rl.host.jit_caches import jit_cache_defaults
 from hpc_rl.host.numa import numa_defaults
@@ -53,7 +54,7 @@ def _take_part(allocation: Allocation, meeting: Meeting, options: argparse.Names
         command = torchrun_command(allocation, processes, str(scratch), options.program)
         shown = ShownLog(log_path(meeting.attempt_dir, 0, 0), "rank 0")
         watched = Place(meeting.attempt_dir, meeting.nodes, rank, scratch / BEATS, options.device)
-        with meeting.log(rank).open("ab") as log:
+        with open_to_append(meeting.log(rank)) as log:
             asked_to_end = heed_signals(meeting)
             child = start(command, environ, log)
             try:

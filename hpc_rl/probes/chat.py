@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from hpc_rl.config.training import ModelSource
 from hpc_rl.data.chat import as_text, ending_token_ids
 from hpc_rl.errors import UserError
+from hpc_rl.host.shown_text import escaped_output
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -134,7 +135,9 @@ def main(arguments: Sequence[str]) -> int:
         quiet_libraries()
         if options.seed is not None:
             torch.manual_seed(options.seed)
-        converse(load_chat(options.model, options.temperature, options.max_tokens))
+        chat = load_chat(options.model, options.temperature, options.max_tokens)
+        with escaped_output():
+            converse(chat)
     except UserError as error:
         print(f"hpc-rl: {error}", file=sys.stderr)
         return error.exit_code

@@ -195,7 +195,7 @@ def new_attempt(run: RunDir, config: DriverConfig) -> Path:
     run.stop.unlink(missing_ok=True)
     attempt = run.next_attempt()
     attempt.mkdir(parents=True, mode=0o700)
-    (attempt / run.config.name).write_text(text)  # what this attempt ran with
+    write_atomically(attempt / run.config.name, text)  # what this attempt ran with
     return attempt
 
 

@@ -16,6 +16,7 @@ from hpc_rl.errors import UserError
 from hpc_rl.host import entries
 from hpc_rl.host.files import read_json
 from hpc_rl.host.ownership import is_own_folder
+from hpc_rl.host.scratch import remove_tree
 from hpc_rl.run_dir import RunDir, submitting
 from hpc_rl.runs.control import settled_status
 from hpc_rl.runs.status import RunStatus, is_pipeline, is_sweep
@@ -139,8 +140,8 @@ def tokenized_data(root: Path, now: float | None = None) -> list[TokenizedData]:
     if not root.is_dir():
         raise UserError(f"{root}: no such folder of tokenized data; if your jobs set cache.data_dir, name that folder")
     found = []
-    for path in root.glob("[!.]*"):
-        with suppress(OSError):  # it is gone, is no folder, or belongs to another user
+    for path in filter(is_own_folder, root.glob("[!.]*")):
+        with suppress(OSError):  # it is gone
             files = read_json(path / entries.DESCRIPTION).get("files")
             used = (path / entries.LOCK).stat().st_mtime
             if isinstance(files, list):
@@ -160,23 +161,27 @@ def remove_tokenized(found: Sequence[TokenizedData], folders: Iterable[Path]) ->
 def remove(removals: Sequence[Removal], on_used: Callable[[str], None]) -> int:
     """Remove folders and return the number of freed bytes.
 
-    Each folder is renamed first, so that a partly removed one is never read.
+    Each folder is renamed first, so that a partly removed one is never read. No link is crossed.
 
     Args:
         on_used: called with a line for each run that is in use by now; its folders stay.
 
     Raises:
-        UserError: a folder cannot be removed; those before it have been removed.
+        UserError: a folder is below a link, or contains what other users own, and nothing is removed; or it cannot be
+            removed, and those before it have been.
     """
+    for removal in removals:
+        if problem := _foreign(removal):
+            raise UserError(f"nothing was removed: {problem}")
     freed = 0
     for run, group in groupby(removals, key=lambda removal: removal.run):
-        for doomed in group if run is None else _take_names(run, group, on_used):
+        for doomed in group if run is None else _take_names(run, list(group), on_used):
             _remove_tree(doomed.path)
             freed += doomed.size
     return freed
 
 
-def _take_names(run: RunDir, removals: Iterable[Removal], on_used: Callable[[str], None]) -> list[Removal]:
+def _take_names(run: RunDir, removals: Sequence[Removal], on_used: Callable[[str], None]) -> list[Removal]:
     """Rename folders of a run, and return them with their new paths; none if the run is in use."""
     with ExitStack() as held:
         try:
@@ -184,7 +189,15 @@ def _take_names(run: RunDir, removals: Iterable[Removal], on_used: Callable[[str
         except UserError as error:
             on_used(f"nothing of run {run.name} was removed: {error}")
             return []
-        return [replace(removal, path=_take_name(removal.path)) for removal in removals]
+        taken: list[Removal] = []
+        try:
+            for removal in removals:
+                taken.append(replace(removal, path=_take_name(removal.path)))
+        except UserError:
+            for removal, doomed in zip(removals, taken, strict=False):
+                doomed.path.rename(removal.path)
+            raise
+        return taken
 
 
 @contextmanager
@@ -205,6 +218,31 @@ def _unused(run: RunDir) -> Iterator[None]:
         yield
 
 
+def _foreign(removal: Removal) -> str | None:
+    """Return why a folder is not this user's to remove, or None."""
+    top = removal.path.parent if removal.run is None else removal.run.path
+    between = [removal.path, *removal.path.parents]
+    for path in between[: between.index(top) + 1]:
+        if path.is_symlink():
+            return f"{path} is a link to {path.readlink()}: name the folder itself, or remove the link (rm {path})"
+    for path in _folders_in(removal.path):
+        if os.path.lexists(path) and not is_own_folder(path):
+            return f"{path} belongs to another user, who has to remove it"
+    return None
+
+
+def _folders_in(folder: Path) -> Iterator[Path]:
+    """Yield a folder and those in it, each before its contents are looked at. No link is followed."""
+    yield folder
+    try:
+        with os.scandir(folder) as entries:
+            inner = [Path(entry.path) for entry in entries if entry.is_dir(follow_symlinks=False)]
+    except OSError:
+        return
+    for path in inner:
+        yield from _folders_in(path)
+
+
 def _take_name(folder: Path) -> Path:
     doomed = folder.with_name(f".{folder.name}.{os.getpid()}{_REMOVED}")
     try:
@@ -214,7 +252,7 @@ def _take_name(folder: Path) -> Path:
 
 
 def _remove_tree(folder: Path) -> None:
-    shutil.rmtree(folder, ignore_errors=True)  # another command may be removing it too
+    remove_tree(folder)  # another command may be removing it too
     try:
         if folder.exists():
             shutil.rmtree(folder)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from hpc_rl.errors import EXIT_STOPPED, UserError
 from hpc_rl.host.counted import counted
-from hpc_rl.host.files import read_json, write_atomically
+from hpc_rl.host.files import write_atomically
 from hpc_rl.host.ownership import is_own_folder
 from hpc_rl.run_dir import RunDir
 from hpc_rl.runs.status import RunStatus, in_slurm, place_of, process_alive, status_of, statuses_of
@@ -190,7 +190,7 @@ def check_own(run: RunDir) -> None:
 
 
 def _end_process(run: RunDir, now: RunStatus) -> None:
-    job = read_json(run.job)
+    job = run.read_job()
     if job.get("job_id") != now.job_id:
         raise UserError(
             f"run {run.name} was started without a job: end it where it runs, or let it save and exit "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
@@ -10,10 +11,14 @@ from typing import Self
 from rich.console import Console
 
 from hpc_rl.host.files import Follower
+from hpc_rl.host.shown_text import shown, terminal
 from hpc_rl.run_dir import RunDir
 from hpc_rl.runs.status import current_job, job_log
 from hpc_rl.tracking.metrics import Record, parse_line
 from hpc_rl.tracking.progress import ProgressView
+
+MOST_LOG_BYTES = 2**26
+"""At the end of a log that are shown."""
 
 
 class RunView:
@@ -24,12 +29,11 @@ class RunView:
 
     def __init__(self, run: RunDir) -> None:
         self._run = run
-        self._console = Console(soft_wrap=True, highlight=False, markup=False, emoji=False)
+        self._console = Console(soft_wrap=True, highlight=False, markup=False, emoji=False, file=terminal(sys.stdout))
         self._progress = ProgressView(self._console)
         self._log: Follower | None = None
         self._metrics = Follower.at_end(run.metrics)
         self._latest: Record = {}
-        self._half_line = ""
 
     def __enter__(self) -> Self:
         self._progress.__enter__()
@@ -39,15 +43,15 @@ class RunView:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self.poll()
-        if self._half_line:
-            self._console.out(self._half_line)
+        if self._log is not None and self._log.rest:
+            self._console.out(shown(self._log.rest))
         self._progress.__exit__(kind, error, traceback)
 
     def poll(self) -> None:
         """Show what is new since the last call."""
         for line in self._new_lines():
-            self._console.out(line)
-        records = [record for text in self._metrics.new_text().splitlines() if (record := parse_line(text))]
+            self._console.out(shown(line))
+        records = [record for text in self._metrics.new_lines() if (record := parse_line(text))]
         for record in records:  # a step may have several
             self._latest = {**self._latest, **record} if self._latest.get("step") == record["step"] else record
         if records:
@@ -59,8 +63,7 @@ class RunView:
             if job_id is None:
                 return []
             self._log = Follower(job_log(self._run, job_id))
-        *lines, self._half_line = (self._half_line + self._log.new_text()).split("\n")
-        return lines
+        return self._log.new_lines()
 
 
 def log_files(run: RunDir, node: int | None) -> list[Path]:
@@ -74,13 +77,12 @@ def log_files(run: RunDir, node: int | None) -> list[Path]:
 
 
 class LogFiles:
-    """Print new lines of a set of files that may grow. A context manager."""
+    """Print new lines of a set of files that may grow; of very large ones, only the end. A context manager."""
 
     def __init__(self, files: Callable[[], list[Path]], print_line: Callable[[Path, str], None]) -> None:
         self._files = files
         self._print_line = print_line
         self._followers: dict[Path, Follower] = {}
-        self._half_lines: dict[Path, str] = {}
 
     def __enter__(self) -> Self:
         return self
@@ -88,15 +90,15 @@ class LogFiles:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        for path, rest in self._half_lines.items():
-            if rest:
-                self._print_line(path, rest)
+        for path, follower in self._followers.items():
+            if follower.rest:
+                self._print_line(path, follower.rest)
 
     def poll(self) -> None:
         """Print the lines that were completed since the last call."""
         for path in self._files():
-            follower = self._followers.setdefault(path, Follower(path))
-            *lines, rest = (self._half_lines.get(path, "") + follower.new_text()).split("\n")
-            self._half_lines[path] = rest
-            for line in lines:
-                self._print_line(path, line)
+            if path not in self._followers:
+                self._followers[path] = Follower.at_end(path, MOST_LOG_BYTES)
+            while lines := self._followers[path].new_lines():
+                for line in lines:
+                    self._print_line(path, line)

@@ -9,21 +9,23 @@ import termios
 import time
 import tty
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from rich.console import Console, RenderableType
 from rich.live import Live
 
 from hpc_rl.errors import UserError
-from hpc_rl.host.files import Follower
+from hpc_rl.host.files import Follower, read_end
+from hpc_rl.host.shown_text import terminal
 from hpc_rl.host.usage import read_spans
 from hpc_rl.run_dir import RunDir
 from hpc_rl.runs import control
 from hpc_rl.runs.status import RunStatus, status_of
-from hpc_rl.tracking.dashboard import Snapshot, screen
+from hpc_rl.tracking.dashboard import Snapshot, printable, screen
 from hpc_rl.tracking.formatting import duration, hours
 from hpc_rl.tracking.history import read_history
-from hpc_rl.tracking.metrics import MOST_STEPS, Record, parse_line, read_thinned
+from hpc_rl.tracking.metrics import MOST_STEPS, Record, completed, parse_line, read_thinned
 from hpc_rl.tracking.timeline import read_timeline
 
 REFRESH_S = 1.0
@@ -39,10 +41,10 @@ Explain = Callable[[RunDir], Sequence[str]]
 
 def print_once(run: RunDir, explain: Explain) -> None:
     """Print the current state; as plain text if the output is not a terminal."""
-    console = Console(highlight=False)
+    console = Console(highlight=False, file=terminal(sys.stdout))
     width, height = console.size if console.is_terminal else ONCE_SIZE
     if not console.is_terminal:
-        console = Console(highlight=False, width=width)
+        console = Console(highlight=False, width=width, file=terminal(sys.stdout))
     console.print(screen(Watched(run, explain).look(), width, height))
 
 
@@ -55,7 +57,7 @@ def watch(run: RunDir, explain: Explain) -> int:
     Raises:
         UserError: the output is not a terminal.
     """
-    console = Console(highlight=False)
+    console = Console(highlight=False, file=terminal(sys.stdout))
     if not console.is_terminal or not sys.stdin.isatty():
         raise UserError(
             f"watch needs a terminal: use hpc-rl watch {run.name} --once for the current state, or "
@@ -93,7 +95,6 @@ class Watched:
         self._explain = explain
         self._records: list[Record] = read_thinned(run.metrics, MOST_STEPS).records
         self._metrics = Follower.at_end(run.metrics)
-        self._rest = ""
         self._interval = control.STATE_POLL_S[0]
         self._ending = control.Ending()
         self._ask()
@@ -108,11 +109,11 @@ class Watched:
             self._ask()
         self._read_metrics()
         return Snapshot(
-            name=self._run.name,
+            name=printable(self._run.name),
             state=self.status.state,
-            facts=self._facts(),
+            facts=[printable(fact) for fact in self._facts()],
             records=self._records,
-            nodes=self._nodes,
+            nodes=[replace(node, node=printable(node.node)) for node in self._nodes],
             log=_last_lines(Path(self.status.log)) if self.status.log else (),
             timeline=read_timeline(self._run.timeline, self._records[-1]["step"] if self._records else 0),
             phase=start_phase(self.status, self._run.attempts()),
@@ -143,13 +144,12 @@ class Watched:
 
     def _read_metrics(self) -> None:
         """Add new lines; a line of an earlier step discards all later steps, as in read_metrics."""
-        *lines, self._rest = (self._rest + self._metrics.new_text()).split("\n")
-        for record in filter(None, map(parse_line, lines)):
+        for record in filter(None, map(parse_line, self._metrics.new_lines())):
             while self._records and self._records[-1]["step"] > record["step"]:
                 self._records.pop()
             if self._records and self._records[-1]["step"] == record["step"]:
                 record = {**self._records.pop(), **record}
-            self._records.append(record)
+            self._records.append(completed(record))
 
 
 @contextlib.contextmanager
@@ -185,9 +185,5 @@ def start_phase(now: RunStatus, attempts: Sequence[Path]) -> str:
 
 def _last_lines(path: Path) -> list[str]:
     """Read the last lines of a log, however long it is."""
-    try:
-        with path.open("rb") as log:
-            log.seek(max(0, path.stat().st_size - _LOG_BYTES))
-            return log.read().decode(errors="replace").rstrip("\n").split("\n")[-_MOST_LINES:]
-    except FileNotFoundError:
-        return []
+    text = read_end(path, _LOG_BYTES).decode(errors="replace").rstrip("\n")
+    return text.split("\n")[-_MOST_LINES:] if text else []

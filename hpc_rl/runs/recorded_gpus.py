@@ -6,7 +6,6 @@ from typing import NamedTuple
 
 from hpc_rl.config.slurm import SlurmConfig
 from hpc_rl.config.tree import read_options
-from hpc_rl.host.files import read_json
 from hpc_rl.host.usage import read_spans
 from hpc_rl.run_dir import RunDir
 from hpc_rl.runs.folders import newest_runs
@@ -33,7 +32,7 @@ def gpus_like(slurm: SlurmConfig) -> RecordedGpus | None:
     if slurm.partition is None and slurm.gpu_type is None:
         return None
     for run in newest_runs():
-        if "pid" in read_json(run.job) or (gigabytes := _recorded(run)) is None:  # a pid: it ran on a login node
+        if "pid" in run.read_job() or (gigabytes := _recorded(run)) is None:  # a pid: it ran on a login node
             continue
         options = read_options(run.config)
         if tuple(options.get(key) for key in _SAME) == asked:

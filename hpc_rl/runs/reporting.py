@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from hpc_rl.errors import UserError
+from hpc_rl.host.ownership import is_own_folder
 from hpc_rl.run_dir import RunDir
 from hpc_rl.runs.run_sets import find_run_set
 from hpc_rl.runs.status import RunStatus, find_run, is_local, place_of, statuses_of
@@ -43,15 +44,17 @@ def select(targets: Sequence[str]) -> list[Selected]:
             found.append(Selected(find_run(target), {}))
         else:
             found += [Selected(run, point) for run, point in zip(several.runs(), several.values(), strict=True)]
+    if not found:
+        raise UserError(f"{targets[0]} has no runs: its list of runs is empty or damaged")
     return found
 
 
 def default_path(targets: Sequence[str], selected: Sequence[Selected]) -> Path:
-    """Return the default path of the page: in the directory of the run or sweep, or here for several targets."""
-    if len(targets) > 1:
-        return Path("report.html")
+    """Return the default path of the page: in the directory of the run or sweep; here for several targets, and for what
+    another user owns."""
     run = selected[0].run
-    return run.path.parent / "report.html" if selected[0].swept else run.report
+    page = run.path.parent / run.report.name if selected[0].swept else run.report
+    return page if len(targets) == 1 and is_own_folder(page.parent.resolve()) else Path(run.report.name)
 
 
 def write_report(selected: Sequence[Selected], path: Path, refresh: bool = False) -> bool:
@@ -84,6 +87,11 @@ def write_report(selected: Sequence[Selected], path: Path, refresh: bool = False
             )
     write_page(shown, path, refresh_s=REFRESH_S if refresh and active else None)
     return active
+
+
+def damaged(selected: Sequence[Selected]) -> list[str]:
+    """Return a line for each file of the runs that could not be read."""
+    return [line for one in selected for line in one.run.damaged()]
 
 
 def follow_report(selected: Sequence[Selected], path: Path, pause: Callable[[float], None] = time.sleep) -> None:

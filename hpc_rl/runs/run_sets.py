@@ -14,10 +14,14 @@ from hpc_rl.config.pipeline import ROUND
 from hpc_rl.errors import EXIT_STOPPED
 from hpc_rl.host.counted import counted
 from hpc_rl.host.files import read_json
+from hpc_rl.host.typed_json import is_text
 from hpc_rl.run_dir import PIPELINE_MARK, SWEEP_MARK, RunDir
 from hpc_rl.runs import control
 from hpc_rl.runs.status import ROOT, RunStatus, is_pipeline, is_sweep, statuses_of
 from hpc_rl.tracking.recorded import STAGE
+
+_STAGE = re.compile(r"[\w-]{1,60}")
+"""Name of a stage, of which that of a folder is made."""
 
 
 @dataclass(frozen=True)
@@ -50,11 +54,13 @@ class RunSet(ABC):
 
     def has_job(self, job_id: str) -> bool:
         """Return whether a job or an array of jobs belongs to one of the runs."""
-        jobs = [str(read_json(run.job).get("job_id")) for run in self.runs()]
+        jobs = [str(run.read_job().get("job_id")) for run in self.runs()]
         return any(job == job_id or job.startswith(f"{job_id}_") for job in jobs)
 
-    def _recorded(self) -> dict[str, Any]:
-        return read_json(self.record)
+    def _listed(self, key: str) -> list[dict[str, Any]]:
+        """Return a list of tables of the record; empty if it is damaged."""
+        found = read_json(self.record).get(key)
+        return [one for one in found if isinstance(one, dict)] if isinstance(found, list) else []
 
 
 class SweepDir(RunSet):
@@ -80,8 +86,7 @@ class SweepDir(RunSet):
 
     def values(self) -> list[dict[str, str]]:
         """Return the swept values of each run: dotted key -> value."""
-        found: list[dict[str, str]] = self._recorded().get("points", [])
-        return found
+        return [{str(key): str(value) for key, value in one.items()} for one in self._listed("points")]
 
 
 class PipelineDir(RunSet):
@@ -102,8 +107,11 @@ class PipelineDir(RunSet):
 
     def values(self) -> list[dict[str, str]]:
         """Return round and stage of each run."""
-        found: list[dict[str, str]] = self._recorded().get("stages", [])
-        return found
+        return [
+            {ROUND: str(one[ROUND]), STAGE: one[STAGE]}
+            for one in self._listed("stages")
+            if str(one.get(ROUND)).isdecimal() and is_text(one.get(STAGE)) and _STAGE.fullmatch(one[STAGE])
+        ]
 
 
 def find_run_set(target: str) -> RunSet | None:

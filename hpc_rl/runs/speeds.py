@@ -8,7 +8,6 @@ from datetime import datetime
 from statistics import median
 from typing import Any
 
-from hpc_rl.host.files import read_json
 from hpc_rl.run_dir import RunDir
 from hpc_rl.runs.folders import newest_runs
 from hpc_rl.tracking.metrics import MOST_STEPS, Record, read_thinned
@@ -53,7 +52,7 @@ def newest_like(kind: str, gpu: str, parameters: int) -> Measured | None:
     """
     for run in newest_runs():
         expected = read_expected(run)
-        job = read_json(run.job)
+        job = run.read_job()
         if expected is None or job.get("kind") != kind or not _is_like(expected, gpu, parameters):
             continue
         if (found := _measured(run, expected, _submitted(job))) is not None:

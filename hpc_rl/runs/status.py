@@ -17,7 +17,7 @@ from typing import Any
 
 from hpc_rl.errors import UserError
 from hpc_rl.host.disk import disk_problem
-from hpc_rl.host.files import open_regular, read_json
+from hpc_rl.host.files import open_regular, read_end, read_regular
 from hpc_rl.run_dir import MARKS, PIPELINE_MARK, SWEEP_MARK, RunDir, terminated_file
 from hpc_rl.runs import remembered
 from hpc_rl.slurm import commands
@@ -27,6 +27,8 @@ from hpc_rl.tracking.metrics import parse_line
 
 ROOT = Path("runs")
 """Folder of the runs without --run-dir, below the working folder."""
+_END_BYTES, _MOST_LOSSES_BYTES = 2**16, 2**20
+"""Of metrics.jsonl and of lost-nodes that are read."""
 NOT_SUBMITTED = "NOT SUBMITTED"
 UNKNOWN = "UNKNOWN"
 """Slurm does not answer, and the job has not recorded a state."""
@@ -84,7 +86,7 @@ class RunStatus:
         """Whether the job has failed, and neither Slurm nor the job left a file: usually, its nodes lack the folder."""
         if self.state != "FAILED" or self.log is None or Path(self.log).exists():
             return False
-        return read_json(RunDir(Path(self.run_dir)).status).get("job_id") != self.job_id
+        return RunDir(Path(self.run_dir)).read_status().get("job_id") != self.job_id
 
     def as_json(self) -> str:
         return json.dumps(asdict(self))
@@ -149,7 +151,8 @@ def current_job(run: RunDir) -> str | None:
         return holder
     marks = [path for path in (run.job, run.status) if path.is_file()]
     newest = max(marks, key=lambda path: path.stat().st_mtime_ns, default=None)
-    return None if newest is None else str(read_json(newest).get("job_id"))
+    record = {} if newest is None else run.read_job() if newest == run.job else run.read_status()
+    return record.get("job_id")
 
 
 def is_local(job_id: str) -> bool:
@@ -158,7 +161,7 @@ def is_local(job_id: str) -> bool:
 
 def in_slurm(run: RunDir) -> bool:
     """Return whether Slurm queued the run's newest job; False for --local, --in-allocation and runs without a job."""
-    return _in_slurm(read_json(run.job), current_job(run))
+    return _in_slurm(run.read_job(), current_job(run))
 
 
 def _in_slurm(job: Mapping[str, Any], job_id: str | None) -> bool:
@@ -167,7 +170,7 @@ def _in_slurm(job: Mapping[str, Any], job_id: str | None) -> bool:
 
 def place_of(run: RunDir) -> Place:
     """Return the cluster to which the run's newest job was submitted."""
-    return recorded(read_json(run.job), os.environ)
+    return recorded(run.read_job(), os.environ)
 
 
 def status_of(run: RunDir, within_s: float = commands.LOOK_S) -> RunStatus:
@@ -176,14 +179,14 @@ def status_of(run: RunDir, within_s: float = commands.LOOK_S) -> RunStatus:
     Args:
         within_s: seconds to wait for Slurm. After that, the state is the last one that the job recorded.
     """
-    job = current_job(run), read_json(run.job)
+    job = current_job(run), run.read_job()
     place = recorded(job[1], os.environ)
     return _status(run, *job, lambda job_id: commands.job_state(job_id, within_s, place), disk_problem(run.path) or "")
 
 
 def statuses_of(found: Sequence[RunDir], within_s: float = commands.LOOK_S) -> list[RunStatus]:
     """Read the states of many runs with a constant number of queries to each of their clusters. See `status_of`."""
-    jobs = [(current_job(run), read_json(run.job)) for run in found]
+    jobs = [(current_job(run), run.read_job()) for run in found]
     places = [recorded(job, os.environ) for _, job in jobs]
     ids = by_place(
         (job_id, place) for (job_id, job), place in zip(jobs, places, strict=True) if job_id and _in_slurm(job, job_id)
@@ -249,11 +252,7 @@ def job_log(run: RunDir, job_id: str) -> Path:
 
 def lost_nodes(run: RunDir, job_id: str | None) -> tuple[str, ...]:
     """Return the nodes that a job has lost so far, one entry for each time."""
-    try:
-        with open_regular(run.losses) as file:
-            lines = [line.split() for line in file.read().decode(errors="replace").splitlines()]
-    except FileNotFoundError:
-        return ()
+    lines = [line.split() for line in read_end(run.losses, _MOST_LOSSES_BYTES).decode(errors="replace").splitlines()]
     return tuple(words[2] for words in lines if len(words) == 3 and words[0] == job_id)
 
 
@@ -275,7 +274,7 @@ def process_start_time(pid: int) -> int | None:
 def _job_fields(run: RunDir, job_id: str | None, job: Mapping[str, Any], ask: Ask) -> dict[str, Any]:
     if job_id is None:
         return {"state": NOT_SUBMITTED}
-    own = read_json(run.status)
+    own = run.read_status()
     own = own if own.get("job_id") == job_id else {}
     own_fields = {"state": own.get("state", UNKNOWN), "exit_code": own.get("exit_code")}
     requeued = own_fields["state"] == "REQUEUED"
@@ -284,9 +283,9 @@ def _job_fields(run: RunDir, job_id: str | None, job: Mapping[str, Any], ask: As
         return {"state": own.get("state", "RUNNING")}
     if not _in_slurm(job, job_id):
         here = job.get("host") == os.uname().nodename
-        if here and unfinished and not process_alive(int(job.get("pid", 0)), int(job.get("start_time", 0))):
+        if here and unfinished and not process_alive(job.get("pid", 0), job.get("start_time", 0)):
             return {"state": "FAILED", "reason": "its process no longer exists", "exit_code": 1}
-        return {**own_fields, "nodes": str(job.get("nodes", job.get("host")))}
+        return {**own_fields, "nodes": job.get("nodes", job.get("host", ""))}
     try:
         slurm = ask(job_id)
     except commands.NoAnswer as error:
@@ -325,7 +324,8 @@ def _canceller(run: RunDir, job_id: str | None, user: int | None) -> str:
 def _forgotten(run: RunDir, own: Mapping[str, Any]) -> dict[str, Any]:
     """Return the fields for a job of which Slurm has no record, and which did not record how it ended."""
     with suppress(OSError):
-        state = terminated_file(run.path / f"attempt-{own.get('attempt')}").read_text().strip()
+        said = read_regular(terminated_file(run.path / f"attempt-{own.get('attempt')}")).decode(errors="replace")
+        state = said.strip() if said.strip() in ENDED else "CANCELLED"
         return {"state": state, "reason": "Slurm ended the job", "exit_code": 128 + signal.SIGTERM}
     gone = "Slurm has no record of the job, and the job did not record how it ended"
     return {"state": "FAILED", "reason": gone, "exit_code": 1}
@@ -344,7 +344,7 @@ def _run_of_job(job_id: str) -> RunDir:
     every = dict.fromkeys([ROOT.absolute(), *remembered.folders()])
     for path in (path for folder in every for path in runs_below(folder)):
         run = RunDir(path.absolute())
-        ids = [str(read_json(mark).get("job_id")) for mark in (run.job, run.status)]
+        ids = [str(record.get("job_id")) for record in (run.read_job(), run.read_status())]
         if job_id in ids or job_log(run, job_id).is_file():
             found.append(run)
         elif any(known.startswith(f"{job_id}_") for known in ids):
@@ -416,12 +416,7 @@ def _age_s(path: Path) -> float | None:
 
 def _last_metrics(path: Path) -> dict[str, Any]:
     """Return the record of the last step, which may have several lines; the last line may be half-written."""
-    try:
-        with open_regular(path) as file:
-            file.seek(max(0, path.stat().st_size - 65536))
-            lines = file.read().decode(errors="replace").splitlines()
-    except FileNotFoundError:
-        return {}
+    lines = read_end(path, _END_BYTES).decode(errors="replace").splitlines()
     latest: dict[str, Any] = {}
     for record in filter(None, map(parse_line, reversed(lines))):
         if latest and record["step"] != latest["step"]:

@@ -11,7 +11,6 @@ from typing import Any
 
 from hpc_rl.config.tree import read_options
 from hpc_rl.errors import UserError
-from hpc_rl.host.files import read_json
 from hpc_rl.run_dir import RunDir, ended_at
 from hpc_rl.runs.run_sets import RunSet, find_run_set, run_set_in
 from hpc_rl.runs.status import ROOT, RunStatus, is_run, run_paths, statuses_of
@@ -198,7 +197,7 @@ def _rows(found: Sequence[RunDir]) -> list[RunRow]:
     points = {run.path: values for one in several for run, values in zip(one.runs(), one.values(), strict=True)}
     rows = []
     for run, status in zip(found, statuses_of(found), strict=True):
-        job = read_json(run.job)
+        job = run.read_job()
         kind, submitted = str(job.get("kind", "")), str(job.get("submitted", ""))
         sweep = run.path.parent.name if run.path in points else None
         rows.append(RunRow(status, kind, submitted, read_history(run).node_hours, sweep, points.get(run.path, {})))

@@ -26,7 +26,7 @@ from hpc_rl.config.kinds import KINDS
 from hpc_rl.config.ray import RayConfig
 from hpc_rl.config.references import expanded_path
 from hpc_rl.config.training import TrainingConfig
-from hpc_rl.config.tree import put
+from hpc_rl.config.tree import compose_yaml, put
 from hpc_rl.errors import UserError
 from hpc_rl.host.shipped import shipped
 
@@ -165,8 +165,7 @@ def read(path: Path) -> list[tuple[str, Any, int]]:
     import yaml
 
     try:
-        loader = yaml.SafeLoader(path.read_text())
-        document = loader.get_single_node()
+        loader, document = compose_yaml(path)
         if document is None:
             return []
         if not isinstance(document, yaml.MappingNode):
@@ -197,9 +196,7 @@ def _layers(site: str | None, environ: Mapping[str, str]) -> Iterator[Layer]:
         yield Layer("--site", find(site), True)
 
 
-def _flat(
-    mapping: Any, prefix: str, path: Path, loader: Any, above: tuple[Any, ...] = ()
-) -> Iterator[tuple[str, Any, int]]:
+def _flat(mapping: Any, prefix: str, path: Path, loader: Any) -> Iterator[tuple[str, Any, int]]:
     import yaml
 
     lines: dict[str, int] = {}
@@ -208,10 +205,8 @@ def _flat(
         if key in lines:
             raise UserError(f"{path}, line {line}: {key} is already set in line {lines[key]}")
         lines[key] = line
-        if any(value_node is one for one in (*above, mapping)):
-            raise UserError(f"{path}, line {line}: {key} contains itself; remove the alias")
         if isinstance(value_node, yaml.MappingNode) and value_node.value:
-            yield from _flat(value_node, f"{key}.", path, loader, (*above, mapping))
+            yield from _flat(value_node, f"{key}.", path, loader)
         else:
             try:
                 value = loader.construct_object(value_node, deep=True)

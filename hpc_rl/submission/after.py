@@ -9,7 +9,6 @@ from pathlib import Path
 
 from hpc_rl.config.kinds import KINDS
 from hpc_rl.errors import UserError
-from hpc_rl.host.files import read_json
 from hpc_rl.run_dir import RunDir
 from hpc_rl.runs.run_sets import find_run_set
 from hpc_rl.runs.status import NOT_SUBMITTED, UNKNOWN, find_run, in_slurm, place_of, statuses_of
@@ -73,13 +72,13 @@ def find_after_again(found: Sequence[RunDir]) -> After | None:
     Raises:
         UserError: as `find_after`.
     """
-    target = read_json(found[0].job).get("after")
+    target = found[0].read_job().get("after")
     return None if not target or any(map(_has_started, found)) else find_after(str(target))
 
 
 def _has_started(run: RunDir) -> bool:
-    said = read_json(run.status)
-    return bool(said.get("attempt")) and said.get("job_id") == read_json(run.job).get("job_id")
+    said = run.read_status()
+    return bool(said.get("attempt")) and said.get("job_id") == run.read_job().get("job_id")
 
 
 def _after_runs(target: str, path: Path, found: list[RunDir]) -> After:
@@ -105,7 +104,7 @@ def _after_runs(target: str, path: Path, found: list[RunDir]) -> After:
 
 def results_of(run: RunDir) -> set[Path]:
     """Return the files and folders that a run writes for others. The user's own program may write model/."""
-    row = KINDS.get(str(read_json(run.job).get("kind")))
+    row = KINDS.get(str(run.read_job().get("kind")))
     if row is None or row.result is None:
         return {run.model}
     return {row.result_in(run.path), *([run.responses] if row.name == "eval" else [])}

@@ -12,6 +12,7 @@ from contextlib import suppress
 
 from hpc_rl.errors import UserError
 from hpc_rl.host.counted import counted
+from hpc_rl.host.files import open_to_append
 from hpc_rl.host.processes import adopt_orphans, end_descendants, shell_code, start
 from hpc_rl.runs.status import job_log, process_start_time
 from hpc_rl.submission import queue
@@ -70,7 +71,7 @@ def run_in_allocation(job: Job, script: str, on_poll: Callable[[], None]) -> int
         queue.record(job, job_id, None, **owner, nodes=environ.get("SLURM_JOB_NODELIST", ""))
     adopt_orphans()
     interrupts = count_interrupts(job)
-    with job_log(job.run_dir, job_id).open("ab") as log:
+    with open_to_append(job_log(job.run_dir, job_id)) as log:
         login = ["-l"] if script.startswith(LOGIN_SHELL) else []
         shell = start(["bash", *login, str(job.run_dir.script)], environ, log, new_session=True)
     try:

@@ -15,7 +15,7 @@ from types import FrameType
 from hpc_rl.config.compose import dump
 from hpc_rl.errors import EXIT_STOPPED, UserError
 from hpc_rl.host.accelerators import find_accelerators, visible_devices, visible_variable
-from hpc_rl.host.files import write_atomically
+from hpc_rl.host.files import open_to_append, write_atomically
 from hpc_rl.host.processes import adopt_orphans, end, end_descendants, shell_code, start
 from hpc_rl.host.ray_token import TOKEN
 from hpc_rl.host.scratch import job_folders, remove_scratch
@@ -51,9 +51,9 @@ def run_local(job: Job, script: str, on_poll: Callable[[], None]) -> int:
     if job.row.trainer is not None:
         text = dump(job.config)
         write_atomically(job.run_dir.config, text)
-        (attempt / job.run_dir.config.name).write_text(text)  # what this attempt ran with
+        write_atomically(attempt / job.run_dir.config.name, text)  # what this attempt ran with
     if has_container_script(job.config.container):
-        (attempt / _CONTAINER).write_text(render_container(job))
+        write_atomically(attempt / _CONTAINER, render_container(job))
     _report(job, job_id, "RUNNING", None)
     code = 1
     try:
@@ -148,7 +148,7 @@ def _run_nodes(job: Job, job_id: str, attempt: Path, on_poll: Callable[[], None]
     adopt_orphans()
     interrupts = count_interrupts(job)
     try:
-        with job_log(job.run_dir, job_id).open("ab") as log:
+        with open_to_append(job_log(job.run_dir, job_id)) as log:
             for environ in environs:
                 nodes.append(start(node_command(job, attempt), environ, log, new_session=True))
         while True:

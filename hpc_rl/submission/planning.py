@@ -277,7 +277,7 @@ def _config_of(key: str, path: str, config: Planned, ask_hub: bool) -> dict[str,
         UserError: there is none.
     """
     if Path(path).is_dir():
-        if found := read_json(Path(path) / "config.json"):
+        if found := read_json(Path(path) / "config.json", named=True):
             return found
         has_one = (Path(path) / "config.json").exists()
         raise UserError(
@@ -285,7 +285,7 @@ def _config_of(key: str, path: str, config: Planned, ask_hub: bool) -> dict[str,
         )
     cache = hub_cache(config)
     folder = cache.model_folder(path)
-    if folder is not None and (found := read_json(folder / "config.json")):
+    if folder is not None and (found := read_json(folder / "config.json", named=True)):
         return found
     asks = ask_hub and not cache.offline
     if asks and (found := hub_config(path)):

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hpc_rl.errors import UserError
-from hpc_rl.host.files import read_json, write_atomically
+from hpc_rl.host.files import write_atomically
 from hpc_rl.host.processes import held_interrupts
 from hpc_rl.run_dir import SHARED_MODE, SUBMISSION, RunDir, submitting
 from hpc_rl.runs import control
@@ -41,7 +41,7 @@ def check_free(run: RunDir, kind: str) -> None:
         return  # the preflight checks report a folder that cannot be created
     if not is_run(run.path) and any(path.name != SUBMISSION for path in run.path.iterdir()):
         raise UserError(f"{run.path} is neither empty nor a run directory; choose another --run-dir or --job-name")
-    if (earlier := read_json(run.job).get("kind", kind)) != kind:
+    if (earlier := run.read_job().get("kind", kind)) != kind:
         raise UserError(
             f"{run.path} is a run of the kind {earlier}, and {kind} was requested: choose another --job-name or "
             "--run-dir"
@@ -142,7 +142,7 @@ def record_again(run: RunDir, queued: Queued, task: int | None = None) -> None:
     """
     job_id = queued.job_id if task is None else f"{queued.job_id}_{task}"
     again = {"job_id": job_id, "place": queued.place.record(), "submitted": time.strftime("%Y-%m-%dT%H:%M:%S%z")}
-    write_job(run, {**read_json(run.job), **again})
+    write_job(run, {**run.read_job(), **again})
 
 
 def write_job(run: RunDir, facts: Mapping[str, object]) -> None:
@@ -152,7 +152,7 @@ def write_job(run: RunDir, facts: Mapping[str, object]) -> None:
 
 def record_code(runs: Sequence[RunDir]) -> None:
     """Update the snapshot of the code of runs that were submitted again."""
-    folders = [Path(str(read_json(run.job).get("working_dir", Path.cwd()))) for run in runs]
+    folders = [Path(str(run.read_job().get("working_dir", Path.cwd()))) for run in runs]
     found = {folder: git_snapshot(folder) for folder in set(folders)}
     for run, folder in zip(runs, folders, strict=True):
         write_atomically(run.git, found[folder])

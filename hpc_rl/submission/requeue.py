@@ -9,7 +9,6 @@ from pathlib import Path
 
 from hpc_rl.errors import UserError
 from hpc_rl.host.disk import own_disk
-from hpc_rl.host.files import read_json
 from hpc_rl.host.ownership import open_own
 from hpc_rl.run_dir import REQUEUE, RunDir, submitting
 from hpc_rl.runs import control
@@ -97,7 +96,7 @@ def _from_within(run: RunDir, now: RunStatus, script: str) -> str:
             f"job {now.job_id} of run {run.name} was submitted with slurm.requeue=false: "
             f"run hpc-rl stop {run.name} first, then hpc-rl requeue {run.name}"
         )
-    said = read_json(run.status)
+    said = run.read_status()
     if now.state == "COMPLETING" or (said.get("job_id") == now.job_id and said.get("state") in (*ENDED, STOPPED)):
         raise UserError(
             f"job {now.job_id} of run {run.name} is ending: wait until it has ended (hpc-rl status {run.name}), and "
@@ -162,7 +161,7 @@ def _requeue_pipeline(pipeline: RunSet) -> str:
     options = after.sbatch_options if after else afterok([str(now.job_id) for now in before[-1:] if now.active])
     place = place_of(run_of(found[0]))
     waiting = [now for now in again if now.active]
-    recorded = [read_json(run_of(now).job) for now in again]
+    recorded = [run_of(now).read_job() for now in again]
     submitted: list[str] = []
     try:
         for now, script in zip(again, scripts, strict=True):

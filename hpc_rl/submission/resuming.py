@@ -12,7 +12,6 @@ from hpc_rl.config.compose import load_config
 from hpc_rl.config.kinds import KINDS
 from hpc_rl.config.tree import flat, read_options, read_tree
 from hpc_rl.errors import UserError
-from hpc_rl.host.files import read_json
 from hpc_rl.run_dir import RunDir
 from hpc_rl.runs.control import newest_checkpoint, saved_by
 from hpc_rl.submission.after import After, results_of
@@ -42,7 +41,7 @@ def resumed(job: Job) -> list[str]:
         return [f"run {run.name} resumes; the settings of its last attempt cannot be read: {error}"]
     changed = changes(before, job)
     note = [f"{run.config} was edited after {edited.name}: only settings given as key=value count"] if edited else []
-    if read_json(run.status).get("state") != "COMPLETED":
+    if run.read_status().get("state") != "COMPLETED":
         note += _changed_data(job)
     head = f"run {run.name} {start_of(run)}"
     if not changed:
@@ -53,7 +52,7 @@ def resumed(job: Job) -> list[str]:
 
 def start_of(run: RunDir) -> str:
     """Return what a run does when its job starts again: `resumes from step-00000040`, for example."""
-    row = KINDS.get(str(read_json(run.job).get("kind")))
+    row = KINDS.get(str(run.read_job().get("kind")))
     if row is not None and row.trainer is None:
         return "starts again, and resumes if your program does"
     saved = newest_checkpoint(run) or saved_by(run)
@@ -92,7 +91,7 @@ def check_again(runs: Sequence[RunDir], coming: Sequence[RunDir] = ()) -> list[s
 
 def _job_again(run: RunDir, coming: Sequence[RunDir]) -> Job | None:
     """Return the job that a run's script will run. None: it never started, or runs the user's own program."""
-    about = read_json(run.job)
+    about = run.read_job()
     row, folder = KINDS.get(str(about.get("kind"))), Path(str(about.get("working_dir", "")))
     if row is None or row.trainer is None or not run.config.is_file() or not folder.is_dir():
         return None
@@ -103,7 +102,7 @@ def _job_again(run: RunDir, coming: Sequence[RunDir]) -> Job | None:
 def refuse_completed(job: Job) -> None:
     """Raise UserError if a run has completed, and no setting has changed that would let it do more."""
     run = job.run_dir
-    if job.row.trainer is None or read_json(run.status).get("state") != "COMPLETED" or not run.config.is_file():
+    if job.row.trainer is None or run.read_status().get("state") != "COMPLETED" or not run.config.is_file():
         return
     if all(key.startswith(_OF_PLACE) for key in changes(read_options(run.config), job)):
         raise UserError(
@@ -120,7 +119,7 @@ def _changed_data(job: Job) -> Iterator[str]:
     """
     if newest_checkpoint(job.run_dir) is None and saved_by(job.run_dir) is None:
         return
-    before, now = read_json(job.run_dir.job).get("data"), job.data_state
+    before, now = job.run_dir.read_job().get("data"), job.data_state
     for file, (size, written) in now.items():
         then = before.get(file) if isinstance(before, dict) else None
         if not isinstance(then, list) or [size, written] == then:

@@ -12,6 +12,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from hpc_rl.host.shown_text import shown
 from hpc_rl.host.usage import NodeUsage, UsageSample
 from hpc_rl.tracking.formatting import number, rates
 from hpc_rl.tracking.metrics import Record
@@ -113,8 +114,7 @@ def sparkline(values: Sequence[float], width: int) -> str:
 
 def printable(text: str) -> str:
     """Return what a terminal would show of a line at its end, without control sequences: a log may contain anything."""
-    plain = Text.from_ansi(text.rpartition("\r")[2] or text.strip("\r")).plain
-    return "".join(c if c.isprintable() else " " for c in plain.expandtabs())
+    return "".join(c if c.isprintable() else " " for c in shown(text).expandtabs())
 
 
 def _progress(now: Snapshot, width: int) -> RenderableType:

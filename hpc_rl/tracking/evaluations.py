@@ -35,11 +35,11 @@ class EvaluationTable:
 def read_evaluation(run: RunDir) -> Evaluation:
     """Read eval.json of a run; empty if there is none. A file of the user's own program with this name is another."""
     found = read_json(run.evaluation)
-    if read_json(run.job).get("kind", "eval") != "eval":
+    if run.read_job().get("kind", "eval") != "eval":
         return {}
     try:
         evaluation_text([(run.name, found)])
-    except (AttributeError, KeyError, TypeError, ValueError):
+    except (AttributeError, IndexError, KeyError, OverflowError, TypeError, ValueError):
         return {}
     return found
 

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 from hpc_rl.errors import EXIT_STOPPED
-from hpc_rl.host.files import read_json
 from hpc_rl.host.usage import NodeUsage, read_spans
 from hpc_rl.run_dir import RunDir
 from hpc_rl.slurm.accounting import Start
@@ -72,7 +71,7 @@ def read_history(run: RunDir) -> History:
     """Read a run's history from its directory: status.json, and the first and last line of each node's usage file."""
     folders = run.attempts()
     spans = [read_spans(folder) for folder in folders]
-    status = read_json(run.status)
+    status = run.read_status()
     job_ids = [nodes[0].job_id if nodes else "" for nodes in spans]
     attempts = []
     for index, (folder, nodes) in enumerate(zip(folders, spans, strict=True)):
@@ -144,5 +143,5 @@ def _span(folder: Path, nodes: Sequence[NodeUsage]) -> tuple[float | None, float
     if nodes:
         return min(node.began for node in nodes), max(node.ended for node in nodes), len(nodes)
     logs = [(int(match[1]), path) for path in folder.iterdir() if (match := _OWN_LOGS.match(path.name))]
-    times = [path.stat().st_mtime for _, path in logs]
+    times = [path.lstat().st_mtime for _, path in logs]
     return min(times, default=None), max(times, default=None), len({rank for rank, _ in logs})

@@ -24,9 +24,10 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO, TextIO
+from typing import IO, Any, TextIO
 
-from hpc_rl.host.files import LineFile, replacing
+from hpc_rl.host.files import LineFile, last_lines_of, open_regular, replacing
+from hpc_rl.host.typed_json import is_count, is_number, is_time, kept, object_of
 
 Record = dict[str, Any]
 
@@ -34,9 +35,12 @@ MOST_STEPS = 50_000
 """Enough steps of a run for plots and medians: a hundred for each point of a plot."""
 _OF_ALL = ("step", "total_steps", "time")
 """Keys of every line."""
+_TYPES = {"total_steps": is_count, "time": is_time}
 _BEGIN = re.compile(rb'\{"step": (\d{1,18}),')
 """The beginning of the lines that `MetricsFile` writes."""
 _VALIDATION = b'"val/'
+_MOST_BYTES = 2**30
+"""At the end of a file that are read: ten times those of a very long run."""
 _TAIL_BYTES = 2**20
 """Much more than the longest line."""
 
@@ -107,14 +111,14 @@ def read_thinned(path: Path, most: int | None) -> Thinned:
         most: steps; None for all.
     """
     try:
-        file = path.open("rb")
+        file = open_regular(path)
     except FileNotFoundError:
         return Thinned([])
     with file:
         last = _last_step(file)
         every = max(1, -(-last // most)) if most else 1
         records: dict[int, Record] = {}
-        for line in file:
+        for line in last_lines_of(file, _MOST_BYTES):
             begins = _BEGIN.match(line)
             is_chosen = begins is None or (number := int(begins[1])) == last or (number - 1) % every == 0
             if not is_chosen and number >= next(reversed(records), 0) and _VALIDATION not in line:
@@ -129,27 +133,31 @@ def read_thinned(path: Path, most: int | None) -> Thinned:
                 record = {key: value for key, value in record.items() if key in _OF_ALL or key.startswith("val/")}
             if is_chosen or len(record) > len(_OF_ALL):
                 records[step] = {**records.get(step, {}), **record}
-    return Thinned(list(records.values()), every)
+    return Thinned([completed(record) for record in records.values()], every)
 
 
-def _last_step(file: BinaryIO) -> int:
-    """Return the step of the last complete line, 0 if there is none; the file is at its beginning afterwards."""
+def _last_step(file: IO[bytes]) -> int:
+    """Return the step of the last complete line, 0 if there is none."""
     size = file.seek(0, os.SEEK_END)
     file.seek(max(0, size - _TAIL_BYTES))
-    lines = file.read().splitlines()
-    file.seek(0)
+    lines = file.read(_TAIL_BYTES).splitlines()
     return next((int(record["step"]) for line in reversed(lines) if (record := parse_line(line))), 0)
 
 
 def parse_line(line: bytes | str) -> Record | None:
-    """Return the record of one line, or None if the line is not a complete record."""
-    if line[:1] not in ("{", b"{"):
+    """Return the record of one line, or None if the line is not a complete record. Values that are no finite numbers
+    become None."""
+    found = object_of(line)
+    if found is None or not is_count(found.get("step")):
         return None
-    try:
-        record = json.loads(line)
-    except ValueError:
-        return None
-    return record if isinstance(record, dict) and isinstance(record.get("step"), int) else None
+    record: Record = {key: value if is_number(value) else None for key, value in kept(found, _TYPES).items()}
+    return record
+
+
+def completed(record: Record) -> Record:
+    """Return a record with the keys of every line. One that another program has written may lack them: its step is the
+    last one, at the beginning of 1970."""
+    return {"total_steps": record["step"], "time": 0.0, **record}
 
 
 def has_validation(records: Sequence[Record], step: int) -> bool:

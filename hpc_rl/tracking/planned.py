@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from hpc_rl.host.files import read_json
 from hpc_rl.run_dir import RunDir
 
 KEY = "plan"
@@ -59,7 +58,7 @@ class Expected:
 
 def read_expected(run: RunDir) -> Expected | None:
     """Return what the plan of a run expected; None if there was none, or job.json has another form."""
-    found = read_json(run.job).get(KEY)
+    found = run.read_job().get(KEY)
     if not isinstance(found, Mapping):
         return None
     try:
@@ -75,5 +74,5 @@ def read_expected(run: RunDir) -> Expected | None:
             int(found.get("items", 0)),
             tuple(float(seconds) for seconds in found.get("step_s", ())),
         )
-    except (KeyError, TypeError, ValueError):
+    except (KeyError, OverflowError, TypeError, ValueError):
         return None

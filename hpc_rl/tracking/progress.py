@@ -45,7 +45,7 @@ class ProgressView:
     def update(self, latest: Record) -> None:
         """Show a record of metrics.jsonl."""
         if self._live is not None:
-            self._progress.update(self._task, completed=latest["step"], total=latest["total_steps"])
+            self._progress.update(self._task, completed=latest["step"], total=latest.get("total_steps"))
             self._live.update(self._rows(" · ".join([*learning(latest), *rates(latest)])))
 
     def _rows(self, numbers: str) -> Group:

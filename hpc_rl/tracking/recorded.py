@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from hpc_rl.config.pipeline import ROUND
-from hpc_rl.config.tree import read_options
+from hpc_rl.config.tree import MOST_YAML_BYTES, read_options
+from hpc_rl.host.files import read_regular
 from hpc_rl.host.usage import NodeUsage, read_usage
 from hpc_rl.run_dir import RunDir
 from hpc_rl.tracking.evaluations import Evaluation, read_evaluation
@@ -68,12 +70,20 @@ def read_run(run: RunDir) -> Recorded:
         samples=read_samples(run.samples),
         history=read_history(run),
         usage=[read_usage(folder) for folder in run.attempts()],
-        config=run.config.read_text(encoding="utf-8", errors="replace") if run.config.is_file() else "",
+        config=read_config(run.config),
         options=read_options(run.config),
         evaluation=read_evaluation(run),
         timeline=read_timeline(run.timeline, records[-1]["step"] if records else 0),
         expected=read_expected(run),
     )
+
+
+def read_config(path: Path) -> str:
+    """Return config.yaml as text; empty if there is none, or it is no file of the run's owner."""
+    try:
+        return read_regular(path, MOST_YAML_BYTES).decode(errors="replace")
+    except OSError:
+        return ""
 
 
 def differences(options: Sequence[dict[str, Any]]) -> list[tuple[str, list[Any]]]:

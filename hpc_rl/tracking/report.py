@@ -75,9 +75,9 @@ def write_page(runs: Sequence[Recorded], path: Path, refresh_s: float | None = N
             raise UserError(f"run {run.name} has nothing to report yet: it has not started")
     page = render_page(runs, refresh_s)
     try:
-        with replacing(path) as partial:
+        with replacing(path) as partial, partial.open("xb") as file:
             # Replace invalid characters, so that a damaged text does not prevent the report.
-            partial.write_bytes(page.encode("utf-8", "replace"))
+            file.write(page.encode("utf-8", "replace"))
     except OSError as error:
         raise UserError(f"{path} cannot be written: {error.strerror}") from error
     return path

@@ -5,14 +5,15 @@ Keys of a line: `step`, `split` ("train" or "val"), `prompt`, `response`, `answe
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
-from typing import Any
 
+from hpc_rl.host.files import last_lines_of, open_regular
+from hpc_rl.host.typed_json import is_count, is_number, object_of
 from hpc_rl.tracking.formatting import number
 
 TRAIN, VAL = "train", "val"
@@ -20,6 +21,8 @@ _RECORDED_STEPS = 50
 """Training samples are recorded at about so many steps of a run, whatever its length."""
 _RECORDED_PROMPTS = 2
 """Prompts of a training step that are recorded."""
+_MOST_BYTES, _MOST_LINE_BYTES = 2**28, 2**24
+"""At the end of samples.jsonl that are read, and of a line."""
 _MOST_PROMPTS = 6
 _MOST_STEPS = 6
 _MOST_CHARACTERS = 1500
@@ -94,16 +97,13 @@ def read_samples(path: Path) -> list[TextSample]:
     step and prompt; in training, where a prompt has several responses, also of the same response. Half-written lines
     are left out.
     """
-    try:
-        lines = path.read_bytes().splitlines()
-    except FileNotFoundError:
-        return []
     samples: dict[tuple[int, str, str, str], TextSample] = {}
-    for sample in filter(None, map(_parse_sample, lines)):
-        while samples and next(reversed(samples))[0] > sample.step:
-            samples.popitem()
-        response = sample.response if sample.split == TRAIN else ""
-        samples[sample.step, sample.split, sample.prompt, response] = sample
+    with suppress(FileNotFoundError), open_regular(path) as file:
+        for sample in filter(None, map(_parse_sample, last_lines_of(file, _MOST_BYTES, _MOST_LINE_BYTES))):
+            while samples and next(reversed(samples))[0] > sample.step:
+                samples.popitem()
+            response = sample.response if sample.split == TRAIN else ""
+            samples[sample.step, sample.split, sample.prompt, response] = sample
     return list(samples.values())
 
 
@@ -192,11 +192,8 @@ def _row(label: str, sample: TextSample) -> tuple[str, str, str]:
 
 
 def _parse_sample(line: bytes) -> TextSample | None:
-    try:
-        row: Any = json.loads(line)
-    except ValueError:
-        return None
-    if not isinstance(row, dict) or not isinstance(row.get("step"), int):
+    row = object_of(line)
+    if row is None or not is_count(row.get("step")):
         return None
     score = row.get("score")
     return TextSample(
@@ -205,5 +202,5 @@ def _parse_sample(line: bytes) -> TextSample | None:
         prompt=str(row.get("prompt", "")),
         response=str(row.get("response", "")),
         answer="" if row.get("answer") is None else str(row["answer"]),
-        score=float(score) if isinstance(score, int | float) and math.isfinite(score) else None,
+        score=float(score) if score is not None and is_number(score) else None,
     )

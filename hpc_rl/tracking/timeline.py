@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from hpc_rl.host.files import write_atomically
+from hpc_rl.host.files import read_regular, write_atomically
 from hpc_rl.tracking.formatting import number
 
 Span = tuple[float, float]
@@ -37,6 +37,8 @@ PHASES = {
 _MOST_SPANS = 40
 """Of a phase; with more, the shortest gaps between them are closed."""
 _MOST_TICKS = 6
+_MOST_BYTES = 2**22
+"""Of timeline.json."""
 
 
 @dataclass(frozen=True)
@@ -94,13 +96,13 @@ def read_timeline(path: Path, last_step: float) -> Timeline | None:
         None if there is none, or the file cannot be read.
     """
     try:
-        found = json.loads(path.read_bytes())
+        found = json.loads(read_regular(path, _MOST_BYTES))
         phases = {
             phase: [(float(start), float(end)) for start, end in spans] for phase, spans in found["phases"].items()
         }
         timeline = new_timeline(int(found["step"]), float(found["seconds"]), phases)
         return timeline if 0 < timeline.seconds < math.inf and timeline.step <= last_step else None
-    except (OSError, OverflowError, ValueError, TypeError, KeyError, AttributeError):
+    except (OSError, OverflowError, RecursionError, ValueError, TypeError, KeyError, AttributeError):
         return None
 
 
@@ -152,7 +154,8 @@ def _joined(spans: Iterable[Span]) -> list[Span]:
             merged[-1] = (merged[-1][0], max(end, merged[-1][1]))
         else:
             merged.append((start, end))
-    while len(merged) > _MOST_SPANS:
-        at = min(range(1, len(merged)), key=lambda index: merged[index][0] - merged[index - 1][1])
-        merged[at - 1 : at + 1] = [(merged[at - 1][0], merged[at][1])]
-    return [(round(start, 3), round(end, 3)) for start, end in merged]
+    gaps = sorted(range(1, len(merged)), key=lambda index: merged[index][0] - merged[index - 1][1])
+    starts = sorted([0, *gaps[len(gaps) - _MOST_SPANS + 1 :]]) if len(merged) > _MOST_SPANS else range(len(merged))
+    ends = [*(start - 1 for start in starts[1:]), len(merged) - 1]
+    spans = zip(starts, ends, strict=True) if merged else ()
+    return [(round(merged[first][0], 3), round(merged[last][1], 3)) for first, last in spans]

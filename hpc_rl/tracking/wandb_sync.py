@@ -9,6 +9,7 @@ from pathlib import Path
 
 from hpc_rl.config.tree import read_options
 from hpc_rl.errors import RunError, UserError
+from hpc_rl.host.files import write_atomically
 from hpc_rl.host.processes import die_with_parent, python_with
 from hpc_rl.run_dir import RunDir
 
@@ -29,9 +30,11 @@ def sync(run: RunDir) -> None:
     """Upload a run's offline wandb runs that are not uploaded yet, oldest first, and print each.
 
     Raises:
-        UserError: there are none, wandb is not installed, or there is no login.
+        UserError: there are none, wandb is not installed, or there is no login; or another user could have written the
+            configuration, whose Python would run with this user's key.
         RunError: the upload failed; the message has wandb's reason.
     """
+    run.check_owner()
     found = offline_runs(run)
     if not found:
         raise UserError(
@@ -121,7 +124,7 @@ def _check_cut_off(run: RunDir, words: Sequence[str]) -> None:
         raise UserError("wandb has no login on this machine: run `wandb login`, or set WANDB_API_KEY")
     if _CUT_OFF not in text:
         log = run.path / "wandb" / "sync.log"
-        log.write_text(text + "\n")
+        write_atomically(log, text + "\n")
         errors = [line.partition("ERROR")[2].strip() for line in words if "ERROR" in line]
         reason = next(iter([*errors, *words[-1:]]), "no message")
         raise RunError(f"run {run.name}: wandb could not upload: {reason} (full output: {log})")

@@ -60,8 +60,8 @@ def dump(places: bool = True) -> None:
         return
     for name, suffix in _records():
         if record := getattr(torch._C._distributed_c10d, name, None):  # older versions of torch have it for NCCL only
-            with replacing(Path(f"{prefix}{dist.get_rank()}{suffix}")) as partial:
-                partial.write_bytes(record(includeStackTraces=places))
+            with replacing(Path(f"{prefix}{dist.get_rank()}{suffix}")) as partial, partial.open("xb") as file:
+                file.write(record(includeStackTraces=places))
 
 
 def _records() -> Iterator[tuple[str, str]]:

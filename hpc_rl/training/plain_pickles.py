@@ -1,8 +1,9 @@
-"""What torch may unpickle that came from another rank: descriptions of checkpoints, and nothing that runs a program.
+"""What torch may unpickle: descriptions of checkpoints, and nothing that runs a program.
 
-torch's collectives of objects are pickles. hpc-rl's own exchanges are tensors and JSON, but
-torch.distributed.checkpoint plans with such collectives. A pickle may call any function that Python can import, so the
-classes in it are limited to those that a plan, its result or its error consists of.
+torch's collectives of objects are pickles, and so is the description of a checkpoint (`.metadata`). hpc-rl's own
+exchanges are tensors and JSON, but torch.distributed.checkpoint plans with such collectives. A pickle may call any
+function that Python can import, so the classes in it are limited to those that a description, a plan, its result or its
+error consists of. This holds for this user's checkpoints too: they may have been copied, or unpacked from an archive.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from collections.abc import Iterator
 from dataclasses import is_dataclass
 from functools import cache
 from types import ModuleType
-from typing import Any
+from typing import IO, Any
 
 import torch
 from torch.distributed import distributed_c10d
@@ -32,8 +33,29 @@ class PlainUnpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         found = _admitted().get((module, name))
         if found is None:
-            raise pickle.UnpicklingError(f"another rank sent an object of {module}.{name}, which hpc-rl does not admit")
+            raise pickle.UnpicklingError(f"it contains an object of {module}.{name}, which hpc-rl does not admit")
         return found
+
+
+def load(file: IO[bytes]) -> Any:
+    """Read a pickle from a file.
+
+    Raises:
+        UnpicklingError: it is damaged, or contains more than PlainUnpickler admits.
+    """
+    try:
+        return PlainUnpickler(file).load()
+    except (
+        ArithmeticError,
+        AttributeError,
+        EOFError,
+        LookupError,
+        MemoryError,
+        RecursionError,
+        TypeError,
+        ValueError,
+    ) as error:
+        raise pickle.UnpicklingError(f"it is damaged ({type(error).__name__}: {error})") from error
 
 
 def require() -> None:

@@ -86,8 +86,8 @@ def test_a_section_on_the_command_line_hides_its_keys() -> None:
 def test_a_file_that_cannot_be_read_has_no_lines(project: Path) -> None:
     (project / "bad.yaml").write_text("a: [")
     (project / "loop.yaml").write_text("a: &a {b: *a}")
-    assert line_in(project / "bad.yaml", "a") == line_in(project / "none.yaml", "a") == ""
-    assert line_in(project / "loop.yaml", "a.b") == "loop.yaml, line 1: "
+    for name in ("bad", "loop", "none"):
+        assert line_in(project / f"{name}.yaml", "a") == ""
 
 
 def test_a_configuration_of_a_run_has_lines_too(project: Path) -> None:

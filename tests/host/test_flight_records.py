@@ -195,7 +195,7 @@ def test_a_large_file_is_not_read(tmp_path: Path) -> None:
     path = tmp_path / "flight-rank0"
     with path.open("wb") as file:
         file.truncate(LARGEST_BYTES + 1)
-    with pytest.raises(NoRecordError, match="bytes, more than"):
+    with pytest.raises(OSError, match="it has more than 67,108,864 bytes"):
         read_record(path)
 
 

@@ -143,7 +143,7 @@ ray:
     [
         ("slurm: [", "site.yaml, line 1: not valid YAML"),
         ("slurm:\n  qos: a\n  qos: b\n", "site.yaml, line 3: slurm.qos is already set in line 2"),
-        ("slurm: &a\n  node: *a\n", "site.yaml, line 2: slurm.node contains itself"),
+        ("slurm: &a\n  node: *a\n", "site.yaml, line 1: not valid YAML: an alias contains itself"),
         ("- slurm\n", "a profile has sections with keys"),
         ("slurm: gpu\n", "site.yaml, line 1: slurm: a section, which needs keys below it, such as slurm.job_name"),
         ("slurm:\n  time: 2026-13-01\n", "site.yaml, line 2: slurm.time: month must be in 1..12"),

@@ -14,6 +14,7 @@ from pathlib import Path
 from hpc_rl.errors import EXIT_BAD_INPUT, EXIT_STOPPED
 from hpc_rl.host.counted import counted
 from hpc_rl.host.deaths import meaning_of, ran_out_of_memory
+from hpc_rl.host.files import open_to_append
 from hpc_rl.host.processes import end, shell_code, start
 from hpc_rl.host.ray_token import make_token
 from hpc_rl.node.causes import TERMINATED, End, Kind
@@ -104,7 +105,7 @@ class Head:
 
     def _run_driver(self, gcs_address: str) -> End:
         environ = driver_environment(self._driver.environ, gcs_address, Path(sys.executable))
-        with self._shown.path.open("ab") as log:
+        with open_to_append(self._shown.path) as log:
             try:
                 self._child = child = start(self._driver.program, environ, log)
             except OSError as error:

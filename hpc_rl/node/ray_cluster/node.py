@@ -17,6 +17,7 @@ from pathlib import Path
 
 from hpc_rl.errors import RunError
 from hpc_rl.host.disk import tolerate_lost_output
+from hpc_rl.host.files import open_to_append
 from hpc_rl.host.heartbeat import ENV_HEARTBEATS
 from hpc_rl.host.processes import adopt_orphans, end_descendants
 from hpc_rl.node.causes import End
@@ -64,7 +65,7 @@ def _take_part(
     """Run this node's Ray to the end, and return the job's exit code."""
     environ = layout.environment(options)
     rank, attempt_dir = meeting.node_rank, meeting.attempt_dir
-    with meeting.log(rank).open("ab") as log:
+    with open_to_append(meeting.log(rank)) as log:
         ray = RayProcess(ray_environment(environ), log, options.start_timeout)
         try:
             place = Place(attempt_dir, meeting.nodes, rank, Path(environ[ENV_HEARTBEATS]), options.device)

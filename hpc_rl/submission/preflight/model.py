@@ -114,21 +114,21 @@ def check_sequence_parallel(key: str, path: str, size: int, cache: HubCache) -> 
     """Raise UserError if ranks cannot share the rows of a model, as far as its config.json on this machine shows it."""
     folder = model_folder(path, cache)
     if folder is not None:
-        refuse_unsplittable(key, path, read_json(folder / "config.json"), size)
+        refuse_unsplittable(key, path, read_json(folder / "config.json", named=True), size)
 
 
 def check_tensor_parallel(key: str, path: str, size: int, cache: HubCache) -> None:
     """Raise UserError if an engine cannot split a model, as far as its config.json on this machine shows it."""
     folder = model_folder(path, cache)
     if folder is not None:
-        refuse_unsplittable_engine(key, path, read_json(folder / "config.json"), size)
+        refuse_unsplittable_engine(key, path, read_json(folder / "config.json", named=True), size)
 
 
 def check_liger(key: str, path: str, cache: HubCache) -> None:
     """Raise UserError if Liger has no kernels for a model, as far as its config.json on this machine shows it."""
     folder = model_folder(path, cache)
     if folder is not None:
-        refuse_without_liger(key, path, read_json(folder / "config.json"))
+        refuse_without_liger(key, path, read_json(folder / "config.json", named=True))
 
 
 def check_unquantised(key: str, path: str, cache: HubCache) -> None:
@@ -144,7 +144,7 @@ def check_uncapped_logits(key: str, path: str, cache: HubCache) -> None:
     """Raise UserError if a model for `distill` caps its logits, as far as its config.json on this machine shows it."""
     folder = model_folder(path, cache)
     if folder is not None:
-        refuse_capped_logits(key, path, read_json(folder / "config.json"))
+        refuse_capped_logits(key, path, read_json(folder / "config.json", named=True))
 
 
 def check_adapters(model: ModelConfig, max_rank: int | None, coming: frozenset[Path], cache: HubCache) -> None:
@@ -221,13 +221,13 @@ def check_same_special_tokens(key: str, path: str, model: ModelSource, cache: Hu
 
 def _special_tokens(file: Path) -> dict[str, str | None]:
     """Return role -> token of a tokenizer_config.json, without roles that it leaves to the tokenizer's class."""
-    found = {role: token for role, token in read_json(file).items() if role in ROLES and token is not None}
+    found = {role: token for role, token in read_json(file, named=True).items() if role in ROLES and token is not None}
     return {role: token["content"] if isinstance(token, dict) else str(token) for role, token in found.items()}
 
 
 def _vocabulary(file: Path) -> dict[str, int]:
     """Return token -> number of a tokenizer.json; empty if it has another form."""
-    document = read_json(file)
+    document = read_json(file, named=True)
     found = (document.get("model") or {}).get("vocab")
     if not isinstance(found, dict):
         return {}
@@ -238,14 +238,14 @@ def _check_folder(what: str, folder: Path, remedy: str, with_weights: bool) -> N
     if not (folder / "config.json").is_file():
         raise UserError(f"{what} is not a Hugging Face model: it has no config.json")
     check_model_folder(folder)
-    if "model_type" not in read_json(folder / "config.json"):
+    if "model_type" not in read_json(folder / "config.json", named=True):
         raise UserError(f"{what} is not a Hugging Face model: its config.json has no model_type")
     if not with_weights:
         return
     weights = {file.name for kind in ("safetensors", "bin") for file in folder.glob(f"*.{kind}") if file.is_file()}
     if not weights:
         raise UserError(f"{what} has no weights (*.safetensors or *.bin){remedy}")
-    named = read_json(folder / "model.safetensors.index.json").get("weight_map")
+    named = read_json(folder / "model.safetensors.index.json", named=True).get("weight_map")
     missing = sorted({str(name) for name in named.values()} - weights) if isinstance(named, dict) else []
     if missing:
         more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""

@@ -9,6 +9,7 @@ written, and takes the place of the CRC-32 that torch.save would compute and tor
 from __future__ import annotations
 
 import json
+import os
 import zlib
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -16,7 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
-from hpc_rl.host.files import sync_folder, write_synced
+from hpc_rl.host.files import open_regular, read_regular, sync_folder, write_synced
+from hpc_rl.host.typed_json import object_of
 
 NAME = "checksums.json"
 _PIECE_BYTES = 8 * 2**20
@@ -65,9 +67,9 @@ def of_file(path: Path, beat: Callable[[], object] = lambda: None) -> Checksum:
         OSError: it cannot be read.
     """
     size = crc32 = 0
-    buffer = memoryview(bytearray(min(_PIECE_BYTES, path.stat().st_size + 1)))
-    with path.open("rb", buffering=0) as file:
-        while count := file.readinto(buffer):
+    with open_regular(path) as file:
+        buffer = memoryview(bytearray(min(_PIECE_BYTES, os.fstat(file.fileno()).st_size + 1)))
+        while count := file.readinto(buffer):  # type: ignore[attr-defined]
             crc32 = zlib.crc32(buffer[:count], crc32)
             size += count
             beat()
@@ -94,7 +96,11 @@ def read(folder: Path) -> dict[str, Checksum] | None:
         OSError, ValueError: they cannot be read.
     """
     try:
-        entries = json.loads((folder / NAME).read_text())
+        entries = object_of(read_regular(folder / NAME))
+        if entries is None:
+            raise ValueError(f"{NAME} is not a JSON object")
+        if any(Path(name).is_absolute() or ".." in Path(name).parts for name in entries):
+            raise ValueError(f"{NAME} names files of other folders")
         return {name: Checksum(int(one["bytes"]), int(one["crc32"], 16)) for name, one in entries.items()}
     except FileNotFoundError:
         return None

@@ -17,7 +17,7 @@ import stat
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -27,7 +27,7 @@ from hpc_rl.host import peft_folder
 from hpc_rl.host.disk import explained
 from hpc_rl.host.files import refuse_occupied
 from hpc_rl.host.model_kind import is_classifier
-from hpc_rl.host.ownership import own_folders
+from hpc_rl.host.ownership import is_own_folder, own_folders
 from hpc_rl.host.scratch import held, remove_abandoned
 from hpc_rl.run_dir import RunDir
 from hpc_rl.training.checkpoints import adapter_weights, checkpoint, folders, model_state
@@ -36,7 +36,7 @@ from hpc_rl.training.checkpoints.model_state import UnreadableError
 from hpc_rl.training.distributed import ONE_PROCESS, World
 from hpc_rl.training.models import safetensors_files
 from hpc_rl.training.models.loading import changes_weights, weights_of
-from hpc_rl.training.models.pretrained import parameters_on_meta
+from hpc_rl.training.models.pretrained import from_pretrained, parameters_on_meta
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -114,6 +114,7 @@ def new_folder(
             remove_abandoned(own_folders(out.parent, f".{glob.escape(out.name)}.tmp*"))
             partial.mkdir(parents=True)
         with held(partial):
+            model_state.stored_weights(_part(path))  # before the other files of a checkpoint that is no checkpoint
             with _explained(out):
                 _write_settings(path, partial, dtype, merge)
             yield path, partial
@@ -189,12 +190,12 @@ def _write_settings(path: Path, folder: Path, dtype: str | None, merge: bool | N
         for name in (peft_folder.CONFIG, "generation_config.json"):
             if (part / model_state.HF / name).exists():
                 shutil.copy(part / model_state.HF / name, folder)
-        AutoTokenizer.from_pretrained(part / model_state.HF).save_pretrained(folder)
+        _read(AutoTokenizer, part).save_pretrained(folder)
         return
     hf = _empty(part, _type(path, dtype))
     if (part / model_state.HF / "generation_config.json").exists():
         hf.generation_config = GenerationConfig.from_pretrained(part / model_state.HF)
-    tokenizer = AutoTokenizer.from_pretrained(part / model_state.HF)
+    tokenizer = _read(AutoTokenizer, part)
     if is_classifier(hf.config.architectures):
         if hf.config.pad_token_id is None:
             hf.config.pad_token_id = tokenizer.pad_token_id  # transformers finds the last token of a padded text by it
@@ -214,22 +215,40 @@ def _write_whole(hf: PreTrainedModel, weights: Weights, dtype: torch.dtype, fold
 
 def _part(path: Path) -> Path:
     """Return the folder of the model that is exported: the first part of a checkpoint."""
-    return path / folders.read_progress(path).parts[0]
+    parts = folders.read_progress(path).parts
+    if not parts:
+        raise UserError(f"{path} has no model: {folders.TRAINER} names no part")
+    return path / parts[0]
 
 
 def _type(path: Path, dtype: str | None) -> torch.dtype:
-    found: torch.dtype = getattr(torch, dtype or folders.read_progress(path).dtype)
+    name = dtype or folders.read_progress(path).dtype
+    found = getattr(torch, name, None)
+    if not isinstance(found, torch.dtype):
+        raise UserError(f"{path} names {name!r} as the type of its weights, which is none: give --dtype")
     return found
 
 
 def _empty(part: Path, dtype: torch.dtype) -> PreTrainedModel:
     from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
 
-    config = AutoConfig.from_pretrained(part / model_state.HF)
+    config = _read(AutoConfig, part)
     auto = AutoModelForSequenceClassification if is_classifier(config.architectures) else AutoModelForCausalLM
     with parameters_on_meta():
         hf: PreTrainedModel = auto.from_config(config, dtype=dtype)
     return hf
+
+
+def _read(auto: Any, part: Path) -> Any:
+    """Read configuration or tokenizer of a checkpoint. Code in a checkpoint of another user is never run; transformers
+    asks before it runs code in one of this user's.
+
+    Raises:
+        UserError: it cannot be read.
+    """
+    trust = {} if is_own_folder(part) else {"trust_remote_code": False}
+    what = "tokenizer" if "Tokenizer" in auto.__name__ else "configuration"
+    return from_pretrained(auto, str(part / model_state.HF), what, "checkpoint", **trust)
 
 
 @contextmanager

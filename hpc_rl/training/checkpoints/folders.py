@@ -17,6 +17,7 @@ import json
 import os
 import re
 import shutil
+import stat
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -26,12 +27,14 @@ from typing import Any
 
 from hpc_rl.errors import RunError
 from hpc_rl.host.disk import explained
-from hpc_rl.host.files import sync_folder, write_synced
+from hpc_rl.host.files import read_regular, sync_folder, write_synced
+from hpc_rl.host.typed_json import object_of
 from hpc_rl.training.checkpoints import checksums
 
 MODEL, ACTOR, CRITIC = "model", "actor", "critic"
 ASIDE = ".aside"
 TRAINER = "trainer.json"
+_PLAIN = (stat.S_IFREG, stat.S_IFDIR)
 _NAME = re.compile(r"step-(\d{8,})")
 
 
@@ -202,12 +205,22 @@ def read_progress(path: Path) -> Progress:
     Raises:
         OSError, ValueError, TypeError, KeyError: it is missing or not valid.
     """
-    return progress_of(json.loads((path / TRAINER).read_text()))
+    fields = object_of(read_regular(path / TRAINER))
+    if fields is None:
+        raise ValueError(f"{TRAINER} is not a JSON object")
+    return progress_of(fields)
 
 
 def progress_of(fields: dict[str, Any]) -> Progress:
-    """Return a progress that was JSON."""
-    return Progress(**{**fields, "parts": tuple(fields["parts"])})
+    """Return a progress that was JSON.
+
+    Raises:
+        ValueError, TypeError, KeyError: it is not valid. The names of parts are those of folders.
+    """
+    parts = tuple(fields["parts"])
+    if not set(parts) <= {MODEL, ACTOR, CRITIC}:
+        raise ValueError(f"{TRAINER} has parts that no run has")
+    return Progress(**{**fields, "parts": parts})
 
 
 def problem_of(path: Path) -> str | None:
@@ -215,6 +228,8 @@ def problem_of(path: Path) -> str | None:
     try:
         if planted := _of_another_user(path):
             return f"{planted.relative_to(path.parent)} belongs to another user"
+        if odd := next((entry for entry in path.rglob("*") if stat.S_IFMT(entry.lstat().st_mode) not in _PLAIN), None):
+            return f"{odd.relative_to(path.parent)} is neither a file nor a folder"
         parts = read_progress(path).parts
         own = checksums.read(path)
         if own is None and any((path / part / checksums.NAME).exists() for part in parts):

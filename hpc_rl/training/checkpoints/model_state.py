@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -23,13 +24,14 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.filesystem import FileSystem
+from torch.distributed.checkpoint.filesystem import FileSystem, _StorageInfo
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from hpc_rl.errors import AgreedError, RunError, UserError
 from hpc_rl.host import peft_folder
 from hpc_rl.host.disk import explained
-from hpc_rl.host.files import read_json, sync
+from hpc_rl.host.files import open_regular, read_json, sync
+from hpc_rl.training import plain_pickles
 from hpc_rl.training.checkpoints import checksums, folders
 from hpc_rl.training.checkpoints.checksums import Checksum, SummedStream
 from hpc_rl.training.distributed import World
@@ -43,6 +45,9 @@ if TYPE_CHECKING:
 
 Tensors = dict[str, torch.Tensor]
 HF = "hf"
+_METADATA = ".metadata"
+_DATA = re.compile(r"__\d+_\d+\.distcp")
+"""Names of torch's files with tensors."""
 
 
 @dataclass(frozen=True)
@@ -126,7 +131,8 @@ def read(path: Path, model: PackedModel, optimizer: torch.optim.Optimizer, world
     known = _metadata(path).state_dict_metadata
     random = {name: value for name, value in random_state(world).items() if name in known}
     try:
-        _transfer(dcp.load, {**tensors, **random}, path, alone=world.size == 1, process_group=world.group)
+        alone = world.size == 1
+        _transfer(dcp.load, {**tensors, **random}, path, alone, process_group=world.group, storage_reader=_Reader(path))
     except CheckpointException as error:
         raise UnreadableError(f"cannot be read: {_first_cause(error)}") from error
     set_random_state(random, world)
@@ -178,9 +184,13 @@ def stored_weights(path: Path) -> dict[str, StoredWeight]:
     """
     if problem := problem_of(path):
         raise UserError(f"{path} is not a usable checkpoint: {problem}")
+    try:
+        found = _metadata(path).state_dict_metadata
+    except _BAD_METADATA as error:
+        raise UserError(f"{path} is not a usable checkpoint: {error}") from error
     return {
         name.removeprefix(_MODEL): StoredWeight(entry.properties.dtype, entry.size)
-        for name, entry in _metadata(path).state_dict_metadata.items()
+        for name, entry in found.items()
         if name.startswith(_MODEL) and isinstance(entry, TensorStorageMetadata)
     }
 
@@ -247,7 +257,7 @@ def problem_of(path: Path) -> str | None:
     return None
 
 
-_BAD_METADATA = (OSError, ValueError, TypeError, EOFError, UnpicklingError, CheckpointException)
+_BAD_METADATA = (OSError, ValueError)
 _MODEL, _OPTIMIZER, _RANDOM = "model.", "optimizer.", "random."
 
 
@@ -376,17 +386,39 @@ class _Reader(dcp.FileSystemReader):
 
 
 def _metadata(path: Path) -> Metadata:
-    stat = (path / ".metadata").stat()
+    stat = (path / _METADATA).stat()
     return _read_metadata(path, stat.st_mtime_ns, stat.st_size)
 
 
 @lru_cache(maxsize=4)
 def _read_metadata(path: Path, _mtime_ns: int, _size: int) -> Metadata:
-    # Damaged, it could not be unpickled safely.
     sums = checksums.read(path) or {}
-    if problem := checksums.wrong_contents(path, sums, sums.keys() & {".metadata"}):
+    if problem := checksums.wrong_contents(path, sums, sums.keys() & {_METADATA}):
         raise ValueError(problem)
-    return dcp.FileSystemReader(path).read_metadata()
+    with open_regular(path / _METADATA) as file:
+        try:
+            found = plain_pickles.load(file)
+        except UnpicklingError as error:
+            raise ValueError(f"{_METADATA} cannot be read: {error}") from error
+    if not isinstance(found, Metadata) or not _describes_tensors(found):
+        raise ValueError(f"{_METADATA} does not describe tensors in files beside it")
+    return found
+
+
+def _describes_tensors(found: Metadata) -> bool:
+    """Return whether a description has tensors only, in files of the same folder. torch unpickles other values, with
+    whatever program is in them, and opens any path."""
+    places = found.storage_data
+    if not isinstance(found.state_dict_metadata, dict) or not isinstance(places, dict):
+        return False
+    return all(isinstance(entry, TensorStorageMetadata) for entry in found.state_dict_metadata.values()) and all(
+        isinstance(place, _StorageInfo)
+        and isinstance(place.relative_path, str)
+        and _DATA.fullmatch(place.relative_path) is not None
+        and isinstance(place.offset, int)
+        and isinstance(place.length, int)
+        for place in places.values()
+    )
 
 
 def _first_cause(error: CheckpointException) -> str:

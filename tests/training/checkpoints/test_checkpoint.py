@@ -112,7 +112,7 @@ def test_only_the_newest_are_kept_and_leftovers_go(config: ModelConfig, tmp_path
     "damage, problem",
     [
         (lambda path: (path / "trainer.json").unlink(), "FileNotFoundError"),
-        (lambda path: (path / "trainer.json").write_text("{"), "JSONDecodeError"),
+        (lambda path: (path / "trainer.json").write_text("{"), "ValueError: trainer.json is not a JSON object"),
         (lambda path: (path / "trainer.json").write_text(json.dumps({"step": 2})), "KeyError: 'parts'"),
         (lambda path: (path / CRITIC / ".metadata").write_bytes(b""), "critic/"),
         (lambda path: (path / CRITIC / "__0_0.distcp").unlink(), "critic/__0_0.distcp is missing"),

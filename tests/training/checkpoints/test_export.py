@@ -1,25 +1,30 @@
 from __future__ import annotations
 
 import dataclasses
+import io
 import json
 import os
+import pickle
 import shutil
 import stat
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from pydantic import ValidationError
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hpc_rl.config.training import ModelConfig, OptimConfig, TrainingConfig
 from hpc_rl.errors import UserError
 from hpc_rl.host.scratch import held
-from hpc_rl.training.checkpoints import checkpoint
+from hpc_rl.training.checkpoints import checkpoint, checksums, model_state
 from hpc_rl.training.checkpoints import export as exporting
 from hpc_rl.training.checkpoints.export import export
 from hpc_rl.training.checkpoints.folders import Progress
+from hpc_rl.training.checkpoints.model_state import UnreadableError
 from hpc_rl.training.distributed import World
 from hpc_rl.training.models.causal_lm import load_model, load_tokenizer
 from hpc_rl.training.optim import build_optimizer
@@ -220,3 +225,72 @@ def test_a_checkpoint_without_the_models_configuration_is_not_exported(tmp_path:
         export(path, tmp_path / "model")
     with pytest.raises(UserError, match=r"is neither a checkpoint nor a run directory with one"):
         export(run_dir, tmp_path / "model")
+
+
+class Program:
+    """Its pickle creates a folder when it is read."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple[object, tuple[object, ...]]:
+        return os.mkdir, (str(self.path),)
+
+
+def describe_anew(checkpoint_path: Path, change: Callable[[Metadata], object], **files: bytes) -> None:
+    """Replace the description of a checkpoint, write further files beside it, and correct all checksums."""
+    part = checkpoint_path / "model"
+    found = pickle.loads((part / ".metadata").read_bytes())
+    (part / ".metadata").write_bytes(pickle.dumps(change(found) or found))
+    for name, data in files.items():
+        (part / name).write_bytes(data)
+    for folder, names in ((part, (".metadata", *files)), (checkpoint_path, ("model/checksums.json",))):
+        sums = checksums.read(folder) or {}
+        checksums.write(folder, {**sums, **{name: checksums.of_file(folder / name) for name in names}})
+
+
+def elsewhere(path: str) -> Callable[[Metadata], None]:
+    def change(found: Metadata) -> None:
+        for place in (found.storage_data or {}).values():
+            place.relative_path = path
+
+    return change
+
+
+def as_bytes(found: Metadata) -> None:
+    """All weights are values that torch unpickles."""
+    for index, place in (found.storage_data or {}).items():
+        place.relative_path = "__9_0.distcp"
+        place.offset, place.length = 0, 10**9
+        found.state_dict_metadata[index.fqn] = BytesStorageMetadata()
+
+
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        (Program, r"cannot be read: it contains an object of posix\.mkdir, which hpc-rl does not admit"),
+        (as_bytes, "does not describe tensors in files beside it"),
+        (elsewhere("../../secret"), "does not describe tensors in files beside it"),
+        (elsewhere("/etc/passwd"), "does not describe tensors in files beside it"),
+        (lambda _: {"a": 1}, "does not describe tensors in files beside it"),
+    ],
+    ids=["a program", "a program in a value", "another folder", "another file", "something else"],
+)
+def test_a_description_is_data_about_tensors(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: Any, problem: str
+) -> None:
+    """A checkpoint that was copied or unpacked may be another user's work, with correct checksums."""
+    monkeypatch.chdir(tmp_path)
+    run_dir, _ = saved_run(tmp_path)
+    path = run_dir / "checkpoints" / "step-00000007"
+    value = io.BytesIO()
+    torch.save(Program(tmp_path / "created"), value)
+    planted = (lambda _: Program(tmp_path / "created")) if change is Program else change
+    describe_anew(path, planted, **({"__9_0.distcp": value.getvalue()} if change is as_bytes else {}))
+    for source in (run_dir, path):
+        with pytest.raises(UserError, match=rf"\.metadata {problem}"):
+            export(source, tmp_path / "out")
+    model = load_model(ModelConfig(path=str(make_tiny_model(tmp_path / "model"))))
+    with pytest.raises(UnreadableError, match=rf"\.metadata {problem}"):
+        model_state.read(path / "model", model, build_optimizer(model, OptimConfig()), WORLD)
+    assert not (tmp_path / "created").exists() and not (tmp_path / "out").exists()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 from pathlib import Path
@@ -65,6 +66,21 @@ def test_what_another_user_has_written_is_not_read(tmp_path: Path, name: str) ->
     assert folders.problem_of(path) == f"{Path(path.name) / name} belongs to another user"
     os.chown(tmp_path / "run", other, other)  # a run of that user, which this one exports
     assert folders.problem_of(path) is None
+
+
+@pytest.mark.parametrize("parts", ["../../secret", "/etc", "", "actor/..", ["actor"]])
+def test_parts_are_folders_of_the_checkpoint(tmp_path: Path, parts: object) -> None:
+    path = save(tmp_path, 1)
+    fields = json.loads((path / folders.TRAINER).read_text())
+    with pytest.raises((TypeError, ValueError)):
+        folders.progress_of({**fields, "parts": [parts]})
+
+
+@pytest.mark.parametrize("name", ["../secret", "/etc/passwd", "hf/../../secret"])
+def test_checksums_are_those_of_the_folder(tmp_path: Path, name: str) -> None:
+    (tmp_path / checksums.NAME).write_text(json.dumps({name: {"bytes": 1, "crc32": "0"}}))
+    with pytest.raises(ValueError, match="names files of other folders"):
+        checksums.read(tmp_path)
 
 
 def test_a_problem_names_the_file(tmp_path: Path) -> None:
