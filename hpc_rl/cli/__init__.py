@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import io
+import os
 import sys
 from pathlib import Path
 from typing import NoReturn
@@ -12,6 +13,7 @@ from hpc_rl.cli import submit, plan, sweep, models, runs, results, config, data,
 from hpc_rl.cli.app import app
 from hpc_rl.errors import EXIT_BAD_INPUT, UserError
 from hpc_rl.host.disk import UNWRITABLE, explained
+from hpc_rl.host.search_path import without_empty_entries
 
 _IMPOSSIBLE_PATH = (errno.ENAMETOOLONG, errno.ELOOP, errno.EACCES, errno.EPERM)
 """Errors of paths that come from the user and cannot be opened: bad input in every command."""
@@ -22,6 +24,7 @@ def main() -> NoReturn:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")  # a terminal or a file whose encoding lacks a character shows ?
+    os.environ.update(without_empty_entries(os.environ))
     try:
         app(standalone_mode=True, prog_name="hpc-rl")
     except UserError as error:

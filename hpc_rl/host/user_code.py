@@ -12,7 +12,7 @@ import importlib.util
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from importlib.machinery import PathFinder
+from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 from types import ModuleType
 
@@ -52,6 +52,7 @@ def find_source(option: str, location: Location, same_python: bool) -> Path | No
         UserError: there is no such file or module.
     """
     if location.file is None:
+        _refuse_shadowed(option, location)
         missing, source = _find(location.module)
         if missing and same_python:
             raise UserError(f"{option}: found no module {missing!r} in {Path.cwd()} or among the installed packages")
@@ -172,23 +173,50 @@ def _find(module: str) -> tuple[str | None, Path | None]:
     Returns:
         the part of its name that is missing (None if none is), and its source file (None if it is unknown).
     """
-    search: Sequence[str] | None = [str(Path.cwd()), *sys.path]
+    folders = [*sys.path, str(Path.cwd())]  # as look_last arranges them in the job
+    search: Sequence[str] = folders
     parts = module.split(".")
     origin = None
     for count in range(1, len(parts) + 1):
         name = ".".join(parts[:count])
-        found = PathFinder.find_spec(parts[count - 1], search)
-        if found is None:
-            # An editable installation may be found only through an import hook, which handles top-level names.
-            hooks = [hook for hook in sys.meta_path if count == 1 and hook is not PathFinder]
-            found = next((spec for hook in hooks if (spec := hook.find_spec(name, None)) is not None), None)
+        found = _top_level(name, folders) if count == 1 else PathFinder.find_spec(parts[count - 1], search)
         if found is None:
             return name, None
-        search = None if found.submodule_search_locations is None else list(found.submodule_search_locations)
-        if search is None and count < len(parts):
+        if found.submodule_search_locations is None and count < len(parts):
             return ".".join(parts[: count + 1]), None
+        search = list(found.submodule_search_locations or ())
         origin = found.origin
     return None, Path(origin) if origin is not None and origin.endswith(".py") else None
+
+
+def _top_level(name: str, folders: Sequence[str]) -> ModuleSpec | None:
+    """Find a module in folders, or else by an import hook: an editable installation may have no other way."""
+    hooks = (hook for hook in sys.meta_path if hook is not PathFinder)
+    return PathFinder.find_spec(name, folders) or next(
+        filter(None, (hook.find_spec(name, None) for hook in hooks)), None
+    )
+
+
+def _refuse_shadowed(option: str, location: Location) -> None:
+    """Refuse a module of the working folder that has the name of another one, which `import` would find first."""
+    name, here = location.module.partition(".")[0], Path.cwd().resolve()
+    own = PathFinder.find_spec(name, [str(here)])
+    if own is None:
+        return
+    elsewhere = [folder for folder in sys.path if Path(folder).resolve() != here]
+    other = None if name in sys.builtin_module_names else _top_level(name, elsewhere)
+    if name in sys.stdlib_module_names or (other is not None and _place(other) != _place(own)):
+        whose = "a module of Python" if other is None or name in sys.stdlib_module_names else str(_place(other))
+        raise UserError(
+            f"{option}: {_place(own)} has the name of {whose}, which is imported instead: rename it, or name your "
+            f"file, as in path/{location.module.rpartition('.')[2]}.py:{location.name}"
+        )
+
+
+def _place(found: ModuleSpec) -> Path:
+    """Return the file of a module, or the folder of a package."""
+    folders = list(found.submodule_search_locations or ())
+    return Path(folders[0] if folders else str(found.origin)).resolve()
 
 
 def _near_file(path: Path) -> str:

@@ -19,6 +19,7 @@ from submitit.core.utils import FailedJobError
 from submitit.slurm.slurm import SlurmExecutor, SlurmInfoWatcher, SlurmJob
 
 from hpc_rl.errors import UserError
+from hpc_rl.host.search_path import without_empty_entries
 from hpc_rl.slurm import commands
 from hpc_rl.submission.directives import overruled
 
@@ -120,7 +121,8 @@ def _sbatch(script: str, timeout_s: int) -> list[str]:
     # Inside an allocation, its SLURM_* variables would become options of the new job and contradict the script.
     inherited = [name for name in os.environ if name.startswith("SLURM_") and name != "SLURM_CONF"]
     clean = [word for name in [*inherited, *overruled(os.environ, script)] for word in ("-u", name)]
-    return ["env", *clean, "timeout", str(timeout_s), "sbatch"]
+    lists = [f"{name}={value}" for name, value in without_empty_entries(os.environ).items()]
+    return ["env", *clean, *lists, "timeout", str(timeout_s), "sbatch"]
 
 
 def refused_because(stderr: str) -> str:
