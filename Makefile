@@ -5,6 +5,7 @@
 # make test-long   further engines, pools and objectives on real nodes, which vary what `make test` covers
 # make test-large  memory of 7B and 32B models on simulated GPUs
 # make test-faults  faults injected into jobs on real nodes, and a table of what they did
+# make test-security   attacks of one ordinary user on the commands, jobs and files of another, at most 15 minutes (root)
 # make test-pipelines   the shipped pipelines for three rounds on real nodes, with a cancelled job in each stage
 # make test-slurm-new   the tests that depend on Slurm's version most, on a newer Slurm (about 600 MB)
 # make test-vllm-api   vLLM's API in the oldest and newest wheel for GPUs that setup.cfg admits (downloads 700 MB; no GPU)
@@ -26,7 +27,7 @@ export WANDB_MODE ?= offline
 # Hundreds of processes start, and each would compile its modules again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo demo-pipeline demo-tools test test-long test-large test-faults test-pipelines test-lowest test-slurm-new test-vllm-api test-sglang-api test-peft test-qlora test-torchao test-liger test-gpu lint bench bench-scale docs clean
+.PHONY: demo demo-pipeline demo-tools test test-long test-large test-faults test-security test-pipelines test-lowest test-slurm-new test-vllm-api test-sglang-api test-peft test-qlora test-torchao test-liger test-gpu lint bench bench-scale docs clean
 
 demo: .venv/train
 	$(BIN)/python -m tests.demo
@@ -56,6 +57,10 @@ test-faults: .venv/test
 	.ci/install-slurm
 	rm -rf build/faults
 	.ci/test-faults $(BIN)/python
+
+test-security: .venv/test
+	.ci/install-slurm
+	$(BIN)/python -m pytest -m security
 
 test-pipelines: .venv/test
 	.ci/install-slurm

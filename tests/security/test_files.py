@@ -35,6 +35,7 @@ from tests.fake_slurm import calls, fake_slurm
 from tests.security.intruder import INTRUDER, as_intruder
 
 pytestmark = [
+    pytest.mark.security,
     pytest.mark.skipif(os.geteuid() != 0, reason="a second user needs root"),
     pytest.mark.timeout(120),
 ]

@@ -16,7 +16,7 @@ from tests.e2e.workspace import QUICK, Workspace, make_workspace
 from tests.sandbox.cluster import Cluster
 from tests.security.intruder import INTRUDER
 
-pytestmark = pytest.mark.sandbox
+pytestmark = [pytest.mark.sandbox, pytest.mark.security]
 SECRETS = {name: f"{name.lower()}-{uuid.uuid4().hex}" for name in ("HF_TOKEN", "WANDB_API_KEY")}
 NODE = "node1"
 STEPS = ["trainer.total_training_steps=4", "trainer.save_freq=2"]

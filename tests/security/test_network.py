@@ -48,6 +48,7 @@ from tests.security.network_intruder import (
 )
 
 ROOT = Path(__file__).parents[2]
+pytestmark = pytest.mark.security
 INTRUDER = [sys.executable, "-m", "tests.security.network_intruder"]
 SLOW_REWARD = "import time\n\n" + REWARD.replace("    text =", "    time.sleep(0.2)\n    text =")
 """Slow, so that the intruder gets processor time while the job waits for rewards."""
