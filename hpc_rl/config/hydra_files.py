@@ -7,6 +7,7 @@ the value of another file instead, as lists do. So Hydra sees such a table as a 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from hydra import compose, initialize_config_dir
@@ -15,7 +16,7 @@ from hydra.core.global_hydra import GlobalHydra
 from hydra.plugins.config_source import ConfigResult
 from omegaconf import OmegaConf
 
-from hpc_rl.config.groups import folders
+from hpc_rl.config.groups import check_own, folders
 from hpc_rl.config.tree import VALUES, flat, put
 from hpc_rl.host.shipped import shipped
 
@@ -28,6 +29,8 @@ class _Files(FileConfigSource):
 
     def load_config(self, config_path: str) -> ConfigResult:
         """Read a file; put tables that are values into lists."""
+        name = config_path.removesuffix(".yaml")
+        check_own(Path(self.path) / f"{name}.yaml")
         found = super().load_config(config_path)
         package = found.header["package"]
         section = config_path.rpartition("/")[0].replace("/", ".") if package is None else package

@@ -24,7 +24,7 @@ from typing import Any
 from pydantic import Field, ValidationError
 
 from hpc_rl.config.base import Section
-from hpc_rl.config.groups import choices, file_of
+from hpc_rl.config.groups import check_own, choices, file_of
 from hpc_rl.config.keys import nearest
 from hpc_rl.config.kinds import KINDS, piped, trained
 from hpc_rl.config.tree import flat, read_tree
@@ -99,6 +99,8 @@ def load_pipeline(name: str) -> PipelineConfig:
             + nearest(name, [*known, *trained()])
         )
     path = Path(name) if is_file else file_of("pipeline", name)
+    if not is_file:
+        check_own(path)
     try:
         return PipelineConfig.model_validate(read_tree(path))
     except ValidationError as error:

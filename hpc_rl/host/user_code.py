@@ -18,6 +18,7 @@ from types import ModuleType
 
 from hpc_rl.errors import UserError
 from hpc_rl.host.installation import install_command
+from hpc_rl.host.ownership import refuse_foreign
 
 _files: list[Path] = []
 """The files that this process has imported. Their folders are where `import` finds other modules."""
@@ -56,9 +57,13 @@ def find_source(option: str, location: Location, same_python: bool) -> Path | No
         missing, source = _find(location.module)
         if missing and same_python:
             raise UserError(f"{option}: found no module {missing!r} in {Path.cwd()} or among the installed packages")
+        if source is not None and source.is_relative_to(Path.cwd()):
+            refuse_foreign(f"{option}: {source}", source)
         return source
     if not location.file.is_file():
         raise UserError(f"{option}: no such file: {location.file}{_near_file(location.file)}")
+    if not location.file.is_absolute():
+        refuse_foreign(f"{option}: {location.file}", location.file)
     return location.file
 
 

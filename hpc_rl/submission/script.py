@@ -6,7 +6,7 @@ import hashlib
 import re
 import shlex
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ from hpc_rl.config.compose import dump
 from hpc_rl.config.job import JobConfig
 from hpc_rl.config.ray import RayJobConfig
 from hpc_rl.errors import UserError
+from hpc_rl.host.ownership import refuse_foreign
 from hpc_rl.host.shipped import shipped
 from hpc_rl.host.walltime import EARLY_S
 from hpc_rl.images import run_options
@@ -62,11 +63,12 @@ def fill(template: str, values: dict[str, Any]) -> str:
     Raises:
         UserError: the template is invalid; the message names file and line.
     """
-    from jinja2 import Environment, FileSystemLoader, StrictUndefined, TemplateSyntaxError
+    from jinja2 import StrictUndefined, TemplateSyntaxError
+    from jinja2.loaders import FunctionLoader
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-    folders = [Path("slurm_templates"), Path("~/.config/hpc-rl/slurm_templates").expanduser()]
-    environment = Environment(
-        loader=FileSystemLoader([*folders, shipped("slurm_templates")]),
+    environment = ImmutableSandboxedEnvironment(
+        loader=FunctionLoader(_template),
         undefined=StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
@@ -81,6 +83,16 @@ def fill(template: str, values: dict[str, Any]) -> str:
         raise
     except Exception as error:
         raise UserError(f"template {_template_line(error, template)}: {error}") from error
+
+
+def _template(name: str) -> tuple[str, str, Callable[[], bool]] | None:
+    """Return the text and the file of a template, for Jinja2. A template of another user is refused."""
+    shipped_one = shipped("slurm_templates") / name
+    for folder in (Path("slurm_templates"), Path("~/.config/hpc-rl/slurm_templates").expanduser()):
+        if (own := folder / name).is_file() and not own.samefile(shipped_one):
+            refuse_foreign(f"template {own}", own)
+            return own.read_text(), str(own), lambda: True
+    return (shipped_one.read_text(), str(shipped_one), lambda: True) if shipped_one.is_file() else None
 
 
 def bash_word(text: str) -> str:

@@ -67,6 +67,7 @@ from hpc_rl.submission.preflight.program import (
     check_torchrun_program,
     check_transfer_queue,
 )
+from hpc_rl.tracking.wandb_sync import check_settings
 
 BASH_TIMEOUT_S = 20
 LONGEST_FILE = "attempt-1000/" + "x" * 64
@@ -123,6 +124,12 @@ def secrets(job: Job) -> Iterator[Question]:
     name = config.rollout.openai.key_variable if isinstance(config, GenerateConfig) else None
     if name is not None and not config.slurm.setup:
         yield Question(check_key, (name, bool(os.environ.get(name))))
+
+
+def tracking(job: Job) -> Iterator[Question]:
+    """Ask whether wandb would read settings of another user."""
+    if "wandb" in getattr(job.config.trainer, "logger", ()):
+        yield Question(check_settings, ())
 
 
 def commands(job: Job) -> Iterator[Question]:
@@ -295,6 +302,7 @@ CHECKS: tuple[Callable[[Job], Iterator[Question]], ...] = (
     run_directory,
     locks,
     secrets,
+    tracking,
     commands,
     image,
     gpus,
