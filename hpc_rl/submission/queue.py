@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import shutil
 import stat
-import subprocess
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -13,6 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from hpc_rl.errors import UserError
+from hpc_rl.host import git
 from hpc_rl.host.files import read_json, write_atomically
 from hpc_rl.host.processes import held_interrupts
 from hpc_rl.run_dir import SHARED_MODE, SUBMISSION, RunDir, submitting
@@ -23,7 +23,6 @@ from hpc_rl.slurm import commands
 from hpc_rl.submission.job import Job
 
 GIT_MAX_BYTES = 1_000_000
-GIT_TIMEOUT_S = 20
 
 
 def check_free(run: RunDir, kind: str) -> None:
@@ -193,20 +192,10 @@ def remove(folder: Path) -> None:
 
 def git_snapshot(folder: Path) -> str:
     """Describe commit, branch and uncommitted changes of the repository that contains a folder, if there is one."""
-    head = _git(folder, "log", "-1", "--format=commit %H%ndate %cI%nsubject %s")
+    head = git.commit(folder)
     if head is None:
         return f"{folder} is not in a git repository\n"
-    branch = _git(folder, "rev-parse", "--abbrev-ref", "HEAD") or ""
-    changes = (_git(folder, "status", "--porcelain") or "") + (_git(folder, "diff", "HEAD") or "")
+    changes = git.changes(folder)
     if len(changes) > GIT_MAX_BYTES:
         changes = changes[:GIT_MAX_BYTES] + "\n[cut]\n"
-    return f"{head}branch {branch}\n{changes or 'no uncommitted changes'}".rstrip() + "\n"
-
-
-def _git(folder: Path, *arguments: str) -> str | None:
-    command = ["git", "-C", str(folder), *arguments]
-    try:
-        done = subprocess.run(command, capture_output=True, timeout=GIT_TIMEOUT_S, check=False)
-    except (FileNotFoundError, subprocess.TimeoutExpired):
-        return None
-    return done.stdout.decode(errors="replace") if done.returncode == 0 else None
+    return f"{head}branch {git.branch(folder)}\n{changes or 'no uncommitted changes'}".rstrip() + "\n"
