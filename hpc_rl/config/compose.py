@@ -24,6 +24,7 @@ from hpc_rl.config.kinds import KINDS
 from hpc_rl.config.origins import line_in, origin_of
 from hpc_rl.config.tree import flat, merged, put, read_tree
 from hpc_rl.errors import UserError
+from hpc_rl.host.secrets import refuse_secrets
 
 FillIn = Callable[[Mapping[str, Any]], Mapping[str, Any]]
 """From nested tables without the schema's defaults to dotted key -> value for keys that they leave open."""
@@ -93,7 +94,9 @@ def compose_each(
         words = [*overrides, *own]
         typed = [*words, *(f"{key}={value}" for key, value in (settings or {}).items())]
         example = partial(_example_command, job, tree, words=words, settings=settings or {}, flags=flags)
-        found.append(validate(job, tree, example, partial(origin_of, job, overrides=typed)))
+        config = validate(job, tree, example, partial(origin_of, job, overrides=typed))
+        refuse_secrets({key: str(value) for key, value in flat(config.model_dump(mode="json")).items()})
+        found.append(config)
     return found
 
 

@@ -15,6 +15,7 @@ from hpc_rl.errors import UserError
 from hpc_rl.host import git
 from hpc_rl.host.files import read_json, write_atomically
 from hpc_rl.host.processes import held_interrupts
+from hpc_rl.host.secrets import hidden, refuse_secrets
 from hpc_rl.run_dir import SHARED_MODE, SUBMISSION, RunDir, submitting
 from hpc_rl.runs import control
 from hpc_rl.runs.folders import remember
@@ -83,6 +84,7 @@ def prepare(job: Job, script: str, code: str | None = None) -> None:
     Args:
         code: the snapshot, if it was taken already for several runs.
     """
+    refuse_secrets({"the job script": script})
     reserve(job.run_dir.path)
     job.run_dir.check_owner(job.config.slurm.group)
     job.run_dir.path.chmod(stat.S_IMODE(job.run_dir.path.stat().st_mode) & ~0o022)
@@ -198,4 +200,5 @@ def git_snapshot(folder: Path) -> str:
     changes = git.changes(folder)
     if len(changes) > GIT_MAX_BYTES:
         changes = changes[:GIT_MAX_BYTES] + "\n[cut]\n"
+    changes = hidden(changes)
     return f"{head}branch {git.branch(folder)}\n{changes or 'no uncommitted changes'}".rstrip() + "\n"

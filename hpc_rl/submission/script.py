@@ -16,6 +16,7 @@ from hpc_rl.config.job import JobConfig
 from hpc_rl.config.ray import RayJobConfig
 from hpc_rl.errors import UserError
 from hpc_rl.host.ownership import refuse_foreign
+from hpc_rl.host.secrets import refuse_secrets
 from hpc_rl.host.shipped import shipped
 from hpc_rl.host.walltime import EARLY_S
 from hpc_rl.images import run_options
@@ -33,6 +34,8 @@ def render(job: Job) -> str:
     Raises:
         UserError: the template is invalid (the message names file and line), or a script cannot contain a path.
     """
+    words = {f"the word {number} of the program": word for number, word in enumerate(job.program, 1)}
+    refuse_secrets(words | {"the command line": " ".join(job.command)})
     return fill(job.row.template, _values(job))
 
 

@@ -30,6 +30,7 @@ from hpc_rl.errors import UserError
 from hpc_rl.host.disk import refuse_unwritable, space_of
 from hpc_rl.host.locks import REMEDY, local_by_mount
 from hpc_rl.host.ray_version import check_ray, installed_ray
+from hpc_rl.host.secrets import names_secret
 from hpc_rl.images.run_options import image_preflight
 from hpc_rl.plan.memory import models_of
 from hpc_rl.rewards.check import check_function, check_url
@@ -72,9 +73,6 @@ from hpc_rl.tracking.wandb_sync import check_settings
 BASH_TIMEOUT_S = 20
 LONGEST_FILE = "attempt-1000/" + "x" * 64
 """At least as long as any path in a run directory. If this one is below the file system's limit, all of them are."""
-
-_SECRET = re.compile(r"(HF|HUGGING_FACE_HUB|GITHUB|RAY_AUTH)_TOKEN|\w*(API_KEY|ACCESS_KEY|PASSWORD|_SECRET)")
-"""Names of variables whose values are secret."""
 
 
 class Question(NamedTuple):
@@ -120,7 +118,9 @@ def run_directory(job: Job) -> Iterator[Question]:
 def secrets(job: Job) -> Iterator[Question]:
     """Ask whether the configuration, which many files and commands show, contains a secret, and no variable has it."""
     config = job.config
-    yield Question(check_secrets, tuple(sorted(config.slurm.env)))
+    paths = ("/", "~", "$")
+    named = sorted(name for name, value in config.slurm.env.items() if not value.startswith(paths))
+    yield Question(check_secrets, tuple(named))
     name = config.rollout.openai.key_variable if isinstance(config, GenerateConfig) else None
     if name is not None and not config.slurm.setup:
         yield Question(check_key, (name, bool(os.environ.get(name))))
@@ -325,7 +325,7 @@ PROGRAMS: dict[str, Callable[[tuple[str, ...]], str | None]] = {
 def check_secrets(*names: str) -> None:
     """Raise UserError if one of the variables in slurm.env usually holds a secret."""
     for name in names:
-        if _SECRET.fullmatch(name):
+        if names_secret(name):
             raise UserError(
                 f"slurm.env.{name}: the job script, config.yaml, job.json and the report would show it; leave it out, "
                 f"and `export {name}=...` before you submit: sbatch passes on the variables of the shell"
