@@ -16,8 +16,9 @@ from hpc_rl.data.chat import chat_template, render
 from hpc_rl.data.formats import Row
 from hpc_rl.data.rows import Message, to_messages
 from hpc_rl.data.sources import BLOCK_ROWS, chunks
-from hpc_rl.data.template import marks_generation
+from hpc_rl.data.template import RENDER_S, marks_generation
 from hpc_rl.errors import UserError
+from hpc_rl.host.bounds import cpu_seconds
 from hpc_rl.host.counted import counted
 from hpc_rl.host.heartbeat import heart
 
@@ -133,14 +134,15 @@ def _encode_marked(
     tokenizer: PreTrainedTokenizerBase, template: str, chats: list[tuple[list[Message], str]]
 ) -> Iterator[tuple[NDArray[np.int32], NDArray[np.bool_]]]:
     try:
-        encoded: Any = tokenizer.apply_chat_template(
-            [messages for messages, _ in chats],
-            chat_template=template,
-            tokenize=True,
-            return_dict=True,
-            return_assistant_tokens_mask=True,
-        )
-    except (TemplateError, TypeError) as error:
+        with cpu_seconds(RENDER_S * len(chats), "it"):
+            encoded: Any = tokenizer.apply_chat_template(
+                [messages for messages, _ in chats],
+                chat_template=template,
+                tokenize=True,
+                return_dict=True,
+                return_assistant_tokens_mask=True,
+            )
+    except (TemplateError, TypeError, TimeoutError) as error:
         place = chats[0][1] if len(chats) == 1 else f"between {chats[0][1]} and {chats[-1][1]}"
         raise UserError(f"{place}: the chat template rejects a conversation: {error}") from error
     for ids, mask in zip(encoded["input_ids"], encoded["assistant_masks"], strict=True):

@@ -208,10 +208,10 @@ def _refuse_shadowed(option: str, location: Location) -> None:
     own = PathFinder.find_spec(name, [str(here)])
     if own is None:
         return
-    elsewhere = [folder for folder in sys.path if Path(folder).resolve() != here]
-    other = None if name in sys.builtin_module_names else _top_level(name, elsewhere)
-    if name in sys.stdlib_module_names or (other is not None and _place(other) != _place(own)):
-        whose = "a module of Python" if other is None or name in sys.stdlib_module_names else str(_place(other))
+    first = _top_level(name, [*sys.path, str(here)])
+    is_pythons = name in sys.stdlib_module_names
+    if is_pythons or first is None or _place(first) != _place(own):
+        whose = "a module of Python" if is_pythons or first is None else str(_place(first))
         raise UserError(
             f"{option}: {_place(own)} has the name of {whose}, which is imported instead: rename it, or name your "
             f"file, as in path/{location.module.rpartition('.')[2]}.py:{location.name}"

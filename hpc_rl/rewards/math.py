@@ -1,7 +1,7 @@
 """Scores 1 if the final answer is mathematically equal to the reference answer, else 0, by the math-verify library.
 
 The final answer is the last \\boxed{...}, or what math-verify finds if there is none. There is no time limit here;
-RewardProcesses ends a process that takes too long.
+RewardProcesses ends a process that takes too long. A comparison that needs too much memory raises MemoryError.
 """
 
 from __future__ import annotations
@@ -12,9 +12,12 @@ from typing import Any
 
 from math_verify import parse, verify  # type: ignore[import-untyped]
 
+from hpc_rl.host.bounds import more_memory
 from hpc_rl.rewards.number import required_text
 
 _BOXED = "\\boxed"
+MEMORY_BYTES = 1 << 30
+"""What a comparison may need; usual ones need less than a hundredth."""
 
 # math-verify warns that its time limits are off. They are alarms, which cannot interrupt arithmetic on large numbers.
 for _name in ("math_verify.parser", "math_verify.grader"):
@@ -25,8 +28,9 @@ def score(response: str, answer: object) -> float:
     """Compare response and answer, which is LaTeX or a number, with or without $ or \\boxed around it."""
     expected = _reference(required_text(answer))
     start = response.rfind(_BOXED)
-    found = parse(response[max(start, 0) :], parsing_timeout=None)
-    return float(verify(expected, found, timeout_seconds=None))
+    with more_memory(MEMORY_BYTES):  # a response of a few characters can be a number with billions of digits
+        found = parse(response[max(start, 0) :], parsing_timeout=None)
+        return float(verify(expected, found, timeout_seconds=None))
 
 
 def extract(response: str) -> str | None:

@@ -15,6 +15,7 @@ from hpc_rl.config.compose import dump
 from hpc_rl.config.job import JobConfig
 from hpc_rl.config.ray import RayJobConfig
 from hpc_rl.errors import UserError
+from hpc_rl.host.bounds import cpu_seconds
 from hpc_rl.host.ownership import refuse_foreign
 from hpc_rl.host.secrets import refuse_secrets
 from hpc_rl.host.shipped import shipped
@@ -24,6 +25,9 @@ from hpc_rl.images.runtimes import runtime_of
 from hpc_rl.submission.environment import job_environment
 from hpc_rl.submission.job import Job
 from hpc_rl.submission.resources import further_directives, resource_directives
+
+RENDER_S = 60.0
+"""CPU time for a script, which usually takes a few milliseconds."""
 
 
 def render(job: Job) -> str:
@@ -79,7 +83,8 @@ def fill(template: str, values: dict[str, Any]) -> str:
     )
     environment.filters.update(bash=bash_word, directive=directive_word, comment=_printable)
     try:
-        return environment.get_template(template).render(values)
+        with cpu_seconds(RENDER_S, "it"):
+            return environment.get_template(template).render(values)
     except TemplateSyntaxError as error:
         raise UserError(f"template {error.filename or template}, line {error.lineno}: {error.message}") from error
     except UserError:

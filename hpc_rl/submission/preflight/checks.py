@@ -6,7 +6,6 @@ import contextlib
 import errno
 import grp
 import os
-import re
 import subprocess
 import sys
 from collections.abc import Callable, Hashable, Iterator

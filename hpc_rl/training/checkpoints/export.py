@@ -187,12 +187,12 @@ def _write_settings(path: Path, folder: Path, dtype: str | None, merge: bool | N
     part = _part(path)
     if _exports_adapters(path, merge):
         shutil.copy(part / model_state.HF / peft_folder.CONFIG, folder)
-        AutoTokenizer.from_pretrained(part / model_state.HF).save_pretrained(folder)
+        AutoTokenizer.from_pretrained(part / model_state.HF, trust_remote_code=False).save_pretrained(folder)
         return
     hf = _empty(part, _type(path, dtype))
     if (part / model_state.HF / "generation_config.json").exists():
         hf.generation_config = GenerationConfig.from_pretrained(part / model_state.HF)
-    tokenizer = AutoTokenizer.from_pretrained(part / model_state.HF)
+    tokenizer = AutoTokenizer.from_pretrained(part / model_state.HF, trust_remote_code=False)
     if is_classifier(hf.config.architectures) and hf.config.pad_token_id is None:
         hf.config.pad_token_id = tokenizer.pad_token_id  # transformers finds the last token of a padded text by it
     hf.save_pretrained(folder, state_dict={})
@@ -221,7 +221,7 @@ def _type(path: Path, dtype: str | None) -> torch.dtype:
 def _empty(part: Path, dtype: torch.dtype) -> PreTrainedModel:
     from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
 
-    config = AutoConfig.from_pretrained(part / model_state.HF)
+    config = AutoConfig.from_pretrained(part / model_state.HF, trust_remote_code=False)
     auto = AutoModelForSequenceClassification if is_classifier(config.architectures) else AutoModelForCausalLM
     with parameters_on_meta():
         hf: PreTrainedModel = auto.from_config(config, dtype=dtype)
