@@ -15,6 +15,6 @@
   between calls. If a call raises, takes longer than `reward.timeout_s`, ends its process, or returns no finite number,
   the failure is logged and the response is left out of training, or gets the score `reward.on_error`.
 - A module is found among the installed ones, and then in the folder in which the job was submitted; one of yours with
-  the name of an installed one is refused. A file may import the files beside it. All of reward.functions are loaded in each process, so files in different folders cannot import files of
-  the same name beside them.
+  the name of an installed one is refused. A file may import the files beside it. All of reward.functions are loaded in
+  each process, so files in different folders cannot import files of the same name beside them.
 """
