@@ -145,7 +145,8 @@ class OptimConfig(Section):
     lr_scheduler: Literal["cosine", "linear", "constant"] = "cosine"
     """Shape of the learning rate after the warm-up."""
     warmup_ratio: float = Field(0.03, ge=0, le=1)
-    """Fraction of all steps in which the learning rate rises linearly from 0 to its peak."""
+    """Fraction of all steps in which the learning rate rises linearly. The first of W such steps has 1/(W+1) of the
+    peak."""
     min_lr_ratio: float = Field(0.0, ge=0, le=1)
     """Learning rate at the end of the cosine and linear schedules, as a fraction of the peak."""
     moments: Moments = "float32"

@@ -44,8 +44,13 @@ class Ending:
         return at - self._since >= SETTLED_S
 
 
-def wait(run: RunDir, on_poll: Callable[[], None] = lambda: None) -> int:
-    """Wait until the run's job has ended and return its exit code. `on_poll` is called several times a second.
+def wait(
+    run: RunDir,
+    on_poll: Callable[[], None] = lambda: None,
+    on_status: Callable[[RunStatus], None] = lambda _now: None,
+) -> int:
+    """Wait until the run's job has ended and return its exit code. `on_poll` is called several times a second, and
+    `on_status` whenever Slurm was asked.
 
     A job that is queued again has not ended; see `Ending`.
     """
@@ -58,6 +63,7 @@ def wait(run: RunDir, on_poll: Callable[[], None] = lambda: None) -> int:
             interval, next_look, seen = STATE_POLL_S[0], 0.0, written
         if time.monotonic() >= next_look:
             now = status_of(run, commands.TIMEOUT_S)
+            on_status(now)
             if ending.seen(now, time.monotonic()):
                 on_poll()
                 return exit_code(now)

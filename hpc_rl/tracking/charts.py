@@ -146,6 +146,16 @@ UPDATES = (
         True,
     ),
     Chart(
+        "Weights of the correction",
+        "fraction of tokens",
+        (
+            ("training/is_weight/capped", "over the cap"),
+            ("training/is_weight/rejected", "left out"),
+            ("training/is_weight/ess", "effective sample size"),
+        ),
+        True,
+    ),
+    Chart(
         "Staleness",
         "weight updates since a token was sampled",
         (("rollout/staleness/mean", "mean"), ("rollout/staleness/max", "largest")),

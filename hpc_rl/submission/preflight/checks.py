@@ -58,6 +58,7 @@ from hpc_rl.submission.preflight.model import (
     check_sequence_parallel,
     check_tensor_parallel,
     check_uncapped_logits,
+    check_unquantised,
 )
 from hpc_rl.submission.preflight.partition import ask_of, check_partition
 from hpc_rl.submission.preflight.program import (
@@ -193,6 +194,9 @@ def model(job: Job) -> Iterator[Question]:
         yield Question(check_outputs, ("model.path", config.model.path, config.outputs, cache))
     else:
         yield Question(check_is_language_model, ("model.path", config.model.path, cache))
+    for key, path in models_of(config).items():
+        if key != "model.path" or not isinstance(config, GenerateConfig) or config.rollout.name == "hf":
+            yield Question(check_unquantised, (key, path, cache))
     if not isinstance(config, GenerateConfig) and (size := config.trainer.sequence_parallel) > 1:
         yield from (Question(check_sequence_parallel, (*one, size, cache)) for one in models_of(config).items())
     if isinstance(config, PpoConfig | GenerateConfig) and (size := config.rollout.tensor_parallel_size) > 1:

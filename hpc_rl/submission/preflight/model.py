@@ -19,6 +19,7 @@ from hpc_rl.host.model_kind import (
     is_language_model,
     refuse_capped_logits,
     refuse_other_outputs,
+    refuse_quantised,
     refuse_unsplittable,
     refuse_unsplittable_engine,
     refuse_without_liger,
@@ -116,6 +117,15 @@ def check_liger(key: str, path: str, cache: HubCache) -> None:
     folder = _model_folder(path, cache)
     if folder is not None:
         refuse_without_liger(key, path, read_json(folder / "config.json"))
+
+
+def check_unquantised(key: str, path: str, cache: HubCache) -> None:
+    """Raise UserError if a model's weights are quantised, as far as the files on this machine show it."""
+    folder = _model_folder(path, cache)
+    if folder is not None:
+        files = {file.name: file for file in folder.glob("*") if file.is_file()}
+        weights = sorted(folder.glob("*.safetensors"))
+        refuse_quantised(key, path, files.get, lambda: weights)
 
 
 def check_uncapped_logits(key: str, path: str, cache: HubCache) -> None:
