@@ -15,6 +15,8 @@ from pathlib import Path
 
 import pytest
 
+from hpc_rl.images.definition import Builder
+from hpc_rl.images.inspect import probe_argv
 from tests.rl.rollout.sglang_engine import SERVERS
 from tests.security.users import REPOSITORY, VICTIM, as_ordinary, hpc_rl, run
 
@@ -109,6 +111,13 @@ def test_environments_and_tools(home: Path) -> None:
     assert "0.25" in in_project(home, *program(PROCESSES + asked))
 
 
+def test_the_probe_of_an_image(home: Path) -> None:
+    """It runs in the Python of the image, with the working folder bound; that Python may be too old for -P."""
+    probe = probe_argv(Builder("apptainer", ""), Path("image.sif"), sys.executable, None)
+    facts = in_project(home, *as_ordinary(VICTIM, *probe[probe.index(sys.executable) :]))
+    assert json.loads(facts)["executable"] == sys.executable
+
+
 def test_the_server_of_sglang(home: Path) -> None:
     served = f"from pathlib import Path\nimport os\nos.chdir({str(home / 'project')!r})\n"
     served += "from tests.rl.rollout.sglang_engine import make_model, respond, started\n"
@@ -148,3 +157,12 @@ def test_an_agent_of_the_user_imports_what_is_beside_it(home: Path) -> None:
     started += "environ = agent_environment(os.environ, 'http://127.0.0.1:1', 'key')\n"
     started += "subprocess.run(owned.command([sys.executable, '../agents/agent.py']), env=environ, check=True)\n"
     assert in_project(home, *program(started)) == "agent 0.25\n"
+
+
+@pytest.mark.slow
+def test_the_trials_of_the_doctor(home: Path) -> None:
+    words = ("doctor", "--local", "--on-nodes", "1", "trainer.device=cpu", "--json")
+    done = run(VICTIM, hpc_rl(VICTIM, *words), home, folder=home / "project", deadline_s=900)
+    assert not (home / "ran").exists(), (home / "ran").read_text()
+    found = {check["name"]: check["level"] for check in json.loads(done.stdout)}
+    assert found["all-reduce"] == found["Ray cluster"] == "ok", done.stdout + done.stderr
