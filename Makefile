@@ -7,7 +7,7 @@
 # make test-faults  faults injected into jobs on real nodes, and a table of what they did
 # make test-security   attacks of one ordinary user on the commands, jobs and files of another, at most 15 minutes (root)
 # make test-pipelines   the shipped pipelines for three rounds on real nodes, with a cancelled job in each stage
-# make test-slurm-new   the tests that depend on Slurm's version most, on a newer Slurm (about 600 MB)
+# make test-slurm-new   the tests that depend on Slurm's version most, on two newer versions of Slurm (about 1.2 GB)
 # make test-vllm-api   vLLM's API in the oldest and newest wheel for GPUs that setup.cfg admits (downloads 700 MB; no GPU)
 # make test-sglang-api   SGLang's HTTP API in its newest wheel, which is downloaded (40 MB; no GPU)
 # make test-peft   exported adapters loaded by peft, which is downloaded for the test
@@ -79,13 +79,16 @@ test-lowest:
 	.venv-lowest/bin/pip install --quiet --editable '.[train]' pytest pytest-timeout hypothesis --constraint tests/lowest.txt
 	.venv-lowest/bin/python -m pytest --ignore tests/e2e --ignore tests/sandbox
 
-# SLURM_TREE: root directory of a Debian 13, made if it is not there.
-SLURM_TREE ?= $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/hpc-rl/slurm-trixie
+# SLURM_TREES: the root directories of a Debian 13 (Slurm 24.11) and a Debian sid (26.05) are in it, or are made there.
+SLURM_TREES ?= $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/hpc-rl
 test-slurm-new: .venv/test
 	.ci/install-slurm
-	.ci/install-slurm-new $(SLURM_TREE)
-	$(BIN)/python -m pytest --slurm-tree $(SLURM_TREE) tests/e2e/test_sites_on_slurm.py tests/sandbox/test_sandbox.py \
-		-m "sandbox or long" -k "sites or srun or confined or fake_gpus or requeued or accounting"
+	@for suite in trixie sid; do \
+		.ci/install-slurm-new $(SLURM_TREES)/slurm-$$suite $$suite && \
+		$(BIN)/python -m pytest --slurm-tree $(SLURM_TREES)/slurm-$$suite \
+			tests/e2e/test_sites_on_slurm.py tests/sandbox/test_sandbox.py \
+			-m "sandbox or long" -k "sites or srun or confined or fake_gpus or requeued or accounting" || exit 1; \
+	done
 
 # A new release of vLLM that setup.cfg admits fails here, and not in a job. VLLM_WHEELS: folder of downloaded wheels.
 VLLM_WHEELS ?= $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/hpc-rl/vllm-wheels

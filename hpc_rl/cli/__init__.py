@@ -13,6 +13,7 @@ from hpc_rl.cli import submit, plan, sweep, models, runs, results, config, data,
 from hpc_rl.cli.app import app
 from hpc_rl.errors import EXIT_BAD_INPUT, UserError
 from hpc_rl.host.disk import UNWRITABLE, explained
+from hpc_rl.host.ownership import name_user
 from hpc_rl.host.search_path import without_empty_entries
 
 _IMPOSSIBLE_PATH = (errno.ENAMETOOLONG, errno.ELOOP, errno.EACCES, errno.EPERM)
@@ -26,6 +27,7 @@ def main() -> NoReturn:
             stream.reconfigure(errors="replace")  # a terminal or a file whose encoding lacks a character shows ?
     os.environ.update(without_empty_entries(os.environ))
     try:
+        name_user()
         app(standalone_mode=True, prog_name="hpc-rl")
     except UserError as error:
         for line in str(error).splitlines():

@@ -13,11 +13,13 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from hpc_rl.cli.app import JsonOption, SiteOption, app, leave, note
+from hpc_rl.cli.paths import path
 from hpc_rl.cli.submit import SlurmFlags, with_slurm_flags
 from hpc_rl.cli.text import explanation_text
 from hpc_rl.errors import UserError
 
 if TYPE_CHECKING:
+    from hpc_rl.sites.choice import Choice
     from hpc_rl.sites.profile import Profile
     from hpc_rl.sites.proposal import Facts
     from hpc_rl.slurm.cluster import Partition
@@ -44,7 +46,9 @@ def doctor(
     ] = False,
     run_dir: Annotated[
         Path | None,
-        typer.Option(help="Run directory to check. The default is a new one below ./runs.", show_default=False),
+        typer.Option(
+            parser=path, help="Run directory to check. The default is a new one below ./runs.", show_default=False
+        ),
     ] = None,
     local: Annotated[bool, typer.Option("--local", help="Check only this machine, without Slurm.")] = False,
     as_json: JsonOption = False,
@@ -115,22 +119,29 @@ def explain(
     Example: hpc-rl explain slurm-123.out
     """
     from hpc_rl.doctor import diagnosis
-    from hpc_rl.runs.status import find_run, status_of
+    from hpc_rl.runs.status import CANCELLED, find_run, status_of
+    from hpc_rl.slurm.states import never_starts
 
     if Path(target).is_file():
-        state, found = None, diagnosis.explain_file(Path(target))
+        state, never, found = None, None, diagnosis.explain_file(Path(target))
     else:
         run = find_run(target)
         status = status_of(run)
         state, found = status.state, diagnosis.explain_run(run, status)
+        never = f"{status.reason}: {why}" if state == "PENDING" and (why := never_starts(status.reason)) else None
+        by = f" {status.reason}" if state == CANCELLED and status.reason else ""
     if as_json:
         findings = [one.as_dict() for one in found.findings]
         known = {"last_message": found.verdict, "findings": findings}
         last = {"last_errors": found.last_errors, "last_lines": found.last_lines}
-        print(json.dumps({"state": state, **known, **last, "plan": found.plan}, indent=2))
+        further = {"launch_error": found.launch_error, "plan": found.plan}
+        print(json.dumps({"state": state, **known, **last, **further}, indent=2))
         return
     if state is not None and state not in diagnosis.FAILED:
-        print(f"run {target} has not failed: its state is {state}")
+        said = f"it was cancelled{by}" if state == CANCELLED else f"its state is {state}"
+        print(f"run {target} has not failed: {said}")
+        if never:
+            print(f"it will not start by waiting: {never}")
     if text := explanation_text(found):
         print(text)
 
@@ -160,7 +171,8 @@ def detect(
     yes: Annotated[bool, typer.Option("--yes", help="Do not ask; use the most likely partition and account.")] = False,
     force: Annotated[bool, typer.Option("--force", help="Replace an existing profile.")] = False,
     out: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="File to write. The default is ~/.config/hpc-rl/site.yaml.")
+        Path | None,
+        typer.Option(parser=path, metavar="FILE", help="File to write. The default is ~/.config/hpc-rl/site.yaml."),
     ] = None,
 ) -> None:
     """Detect the cluster from its login node and write a commented profile.
@@ -182,18 +194,30 @@ def detect(
         raise UserError(
             "Slurm has no partition that is up and open to your accounts and groups; ask the cluster's administrators"
         )
+    today, refusal = date.today().isoformat(), limited_trials()
+
+    def tried(partition: Partition, account: str | None, is_account_fixed: bool) -> tuple[Choice, str | None]:
+        first = first_choice(facts, partition, account)
+        options = dimensions(facts, partition, first, is_account_fixed)
+        try:
+            return search(first, options, lambda one: refusal(propose(facts, partition, one, today)))
+        except NoAnswer as error:
+            note(f"the profile has not been tried: {error}")
+            return first, None
+
     partition = partitions[0] if yes else _ask_partition(partitions)
     accounts = choose_accounts(facts, partition)
     account = _only(accounts, partition) if yes else _ask_account(accounts)
     _warn(facts, accounts)
-    today, first = date.today().isoformat(), first_choice(facts, partition, account)
-    options = dimensions(facts, partition, first, is_account_fixed=not yes and len(accounts) > 1)
-    refusal = limited_trials()
-    try:
-        choice, refused = search(first, options, lambda one: refusal(propose(facts, partition, one, today)))
-    except NoAnswer as error:
-        choice, refused = first, None
-        note(f"the profile has not been tried: {error}")
+    choice, refused = tried(partition, account, is_account_fixed=not yes and len(accounts) > 1)
+    for other in partitions if yes and refused else []:
+        if other == partition:
+            continue
+        found, still_refused = tried(other, _only(choose_accounts(facts, other), other), is_account_fixed=False)
+        if still_refused is None:
+            note(f"sbatch refuses all test jobs in partition {partition.name}, which is more likely: {refused}")
+            partition, choice, refused = other, found, None
+            break
     login_node.write(path, propose(facts, partition, choice, today, refused), force)
     charged = f"account {choice.account}" if choice.account else "default account"
     print(f"wrote {path}: partition {partition.name}, {charged}")

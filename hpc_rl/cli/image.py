@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from hpc_rl.cli.app import JsonOption, app, leave, note
+from hpc_rl.cli.paths import path
 from hpc_rl.host.files import read_json
 
 if TYPE_CHECKING:
@@ -29,7 +30,9 @@ class Format(StrEnum):
     sandbox = "sandbox"
 
 
-OutOption = Annotated[Path, typer.Option(help="Image to write. Its source and versions are recorded in OUT.json.")]
+OutOption = Annotated[
+    Path, typer.Option(parser=path, help="Image to write. Its source and versions are recorded in OUT.json.")
+]
 ForceOption = Annotated[bool, typer.Option("--force", help="Replace an existing image.")]
 FormatOption = Annotated[Format, typer.Option("--format", help="sif: an image file; sandbox: an unpacked folder.")]
 
@@ -52,7 +55,8 @@ def build(
         ),
     ] = None,
     definition: Annotated[
-        Path | None, typer.Option(help="Definition file to use instead of the shipped one.", show_default=False)
+        Path | None,
+        typer.Option(parser=path, help="Definition file to use instead of the shipped one.", show_default=False),
     ] = None,
     force: ForceOption = False,
 ) -> None:
@@ -87,7 +91,9 @@ def pull(
 @image_app.command()
 def unpack(
     image: Annotated[str, typer.Argument(metavar="SIF", help="Image to unpack.")],
-    out: Annotated[Path, typer.Argument(metavar="FOLDER", help="Folder to write, on a local disk of the nodes.")],
+    out: Annotated[
+        Path, typer.Argument(parser=path, metavar="FOLDER", help="Folder to write, on a local disk of the nodes.")
+    ],
     force: ForceOption = False,
 ) -> None:
     """Unpack an image into a folder, from which jobs run without a FUSE mount (--image FOLDER).
@@ -104,7 +110,7 @@ def unpack(
 
 @image_app.command()
 def check(
-    image: Annotated[Path, typer.Argument(metavar="IMAGE", help="SIF file or unpacked folder.")],
+    image: Annotated[Path, typer.Argument(parser=path, metavar="IMAGE", help="SIF file or unpacked folder.")],
     python: Annotated[str, typer.Option(help="Python inside the image (container.python).")] = "python3",
     as_json: JsonOption = False,
 ) -> None:

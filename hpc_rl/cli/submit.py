@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import os
+import shlex
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -15,6 +16,7 @@ import typer
 
 from hpc_rl.cli.app import CommandWithProgram, KindArgument, SiteOption, app, leave, note, program_of
 from hpc_rl.cli.completion import options
+from hpc_rl.cli.paths import path
 from hpc_rl.cli.text import explanation_text, short_path, status_text, submitted_text
 from hpc_rl.cli.waiting import interrupted
 from hpc_rl.errors import UserError
@@ -36,7 +38,9 @@ OverridesArgument = Annotated[
         autocompletion=options,
     ),
 ]
-RunDirOption = Annotated[Path | None, typer.Option(help="Run directory. The default is runs/NAME.", show_default=False)]
+RunDirOption = Annotated[
+    Path | None, typer.Option(parser=path, help="Run directory. The default is runs/NAME.", show_default=False)
+]
 
 
 LocalOption = Annotated[bool, typer.Option("--local", help="Run on this machine, without Slurm.")]
@@ -168,7 +172,9 @@ def submit(
     run_dir: RunDirOption = None,
     script: Annotated[
         Path | None,
-        typer.Option(help="Submit this script, which `hpc-rl render` wrote, possibly edited.", show_default=False),
+        typer.Option(
+            parser=path, help="Submit this script, which `hpc-rl render` wrote, possibly edited.", show_default=False
+        ),
     ] = None,
     test: Annotated[
         bool, typer.Option("--test", help="Submit a short trial: two steps, 10 minutes, slurm.test_partition if set.")
@@ -188,7 +194,7 @@ def submit(
     """
     from hpc_rl.submission import launch, queue
     from hpc_rl.submission.directives import environment_notes
-    from hpc_rl.submission.preflight.checks import check_run_dir
+    from hpc_rl.submission.preflight.folders import check_run_dir
     from hpc_rl.submission.request import job_of_script
 
     here = local or in_allocation
@@ -217,8 +223,6 @@ def carry_out(request: Request, *, dry_run: bool, wait: bool, follow: bool, in_a
 
     if (request.local or in_allocation) and (request.after or (request.local and in_allocation)):
         raise UserError("--local and --in-allocation start immediately: use only one of them, without --after")
-    is_set = {"--dry-run": dry_run, "--local": request.local, "--in-allocation": in_allocation}
-    request = replace(request, flags=tuple(flag for flag, given in is_set.items() if given))
     if dry_run:
         job, text = launch.prepare(request, note)
         print(text, end="")
@@ -255,7 +259,8 @@ def render(
     job, text = launch.make_run_dir(*launch.prepare(request, note))
     queue.prepare(job, text)
     print(text, end="")
-    note(f"created {short_path(job.run_dir.path)}; submit with `sbatch FILE` or `hpc-rl submit {kind} --script FILE`")
+    file = shlex.quote(short_path(job.run_dir.script))
+    note(f"created {file}; after edits, submit it with sbatch {file}, or hpc-rl submit {kind} --script {file}")
 
 
 def request_of(

@@ -20,6 +20,8 @@ from pydantic import (
 
 from hpc_rl.config.keys import leaf_types
 
+REPLACES_VARIABLES = "variables in it are replaced"
+"""Marks a type, in Annotated, whose values may contain `$NAME` (see `hpc_rl.config.references`)."""
 MAX_NAME_BYTES = 255
 """Longest name of a file or folder on Linux file systems (NAME_MAX)."""
 MAX_PATH_BYTES = 4095
@@ -84,9 +86,9 @@ def possible_path(value: str) -> str:
     """Expand `~` and check that the operating system accepts the path. The file need not exist.
 
     Raises:
-        ValueError: a name or the path is too long, or contains a NUL character.
+        ValueError: a name or the path is too long, contains a NUL character, or begins with an unknown home folder.
     """
-    path = os.path.expanduser(value)  # noqa: PTH111 - a Path would drop a trailing slash
+    path = with_home(value)
     longest = max((len(os.fsencode(name)) for name in path.split("/")), default=0)
     if longest > MAX_NAME_BYTES:
         raise ValueError(f"{value[:40]}...: a name in this path has {longest} bytes; the limit is {MAX_NAME_BYTES}")
@@ -97,6 +99,18 @@ def possible_path(value: str) -> str:
     return path
 
 
+def with_home(path: str) -> str:
+    """Return a path with the home folder in place of `~` or `~NAME`.
+
+    Raises:
+        ValueError: there is no such home folder.
+    """
+    found = os.path.expanduser(path)  # noqa: PTH111 - a Path would drop a trailing slash
+    if found.startswith("~"):
+        raise ValueError(f"{path!r}: there is no such home folder on this machine; write the path without ~")
+    return found
+
+
 def not_empty(value: str) -> str:
     """Return the path. Raises ValueError if it is empty."""
     if not value.strip():
@@ -104,7 +118,7 @@ def not_empty(value: str) -> str:
     return value
 
 
-Path = Annotated[str, AfterValidator(not_empty), AfterValidator(possible_path)]
+Path = Annotated[str, REPLACES_VARIABLES, AfterValidator(not_empty), AfterValidator(possible_path)]
 Files = Annotated[list[Path], BeforeValidator(_one_or_many)]
 SomeFiles = Annotated[Files, AfterValidator(_at_least_one)]
 
@@ -132,4 +146,4 @@ def _one_line(value: str) -> str:
     return value
 
 
-Line = Annotated[str, BeforeValidator(lambda v: _one_line(v) if isinstance(v, str) else v)]
+Line = Annotated[str, REPLACES_VARIABLES, BeforeValidator(lambda v: _one_line(v) if isinstance(v, str) else v)]

@@ -22,6 +22,7 @@ from hpc_rl.config.job import JobConfig
 from hpc_rl.config.keys import MISSING, documented_keys, find_annotation, leaf_types, nearest
 from hpc_rl.config.kinds import KINDS
 from hpc_rl.config.origins import line_in, origin_of
+from hpc_rl.config.references import resolve, short
 from hpc_rl.config.tree import flat, merged, put, read_tree
 from hpc_rl.errors import UserError
 from hpc_rl.host.secrets import refuse_secrets
@@ -36,7 +37,7 @@ def compose(
     settings: Mapping[str, Any] | None = None,
     site: Mapping[str, Any] | None = None,
     fill_in: Sequence[FillIn] = (),
-    flags: Sequence[str] = (),
+    typed: Sequence[str] = (),
 ) -> JobConfig:
     """Compose the configuration of one job: schema defaults < profile < job file < overrides < settings.
 
@@ -51,12 +52,12 @@ def compose(
         site: dotted key -> value of the cluster's profile (`Profile.values`); keys that this kind of job does not have
             are left out.
         fill_in: choose keys that depend on all others, one after another; each sees what those before it chose.
-        flags: flags without a key, such as --dry-run, that the complete command in a message repeats.
+        typed: the command, which a message completes; empty if it is none of a command line.
 
     Raises:
         UserError: a key is unknown or missing, a value is invalid, or an override cannot be read.
     """
-    return compose_each(job, overrides, [()], settings, site, fill_in, flags)[0]
+    return compose_each(job, overrides, [()], settings, site, fill_in, typed)[0]
 
 
 def compose_each(
@@ -66,7 +67,7 @@ def compose_each(
     settings: Mapping[str, Any] | None = None,
     site: Mapping[str, Any] | None = None,
     fill_in: Sequence[FillIn] = (),
-    flags: Sequence[str] = (),
+    typed: Sequence[str] = (),
 ) -> list[JobConfig]:
     """Compose one configuration for each point of a sweep. Hydra runs once, unless a point names a group.
 
@@ -90,11 +91,12 @@ def compose_each(
         for choose in fill_in:
             for key, value in choose(tree).items():
                 put(tree, key, value)
-        _check_references(tree)
+        resolve(KINDS[job].schema, tree)
         words = [*overrides, *own]
-        typed = [*words, *(f"{key}={value}" for key, value in (settings or {}).items())]
-        example = partial(_example_command, job, tree, words=words, settings=settings or {}, flags=flags)
-        config = validate(job, tree, example, partial(origin_of, job, overrides=typed))
+        given = [*words, *(f"{key}={value}" for key, value in (settings or {}).items())]
+        command = typed or ["hpc-rl", "submit", job, *_as_words(settings or {}), *words]
+        example = partial(_example_command, job, tree, command=command)
+        config = validate(job, tree, example, partial(origin_of, job, overrides=given))
         refuse_secrets({key: str(value) for key, value in flat(config.model_dump(mode="json")).items()})
         found.append(config)
     return found
@@ -105,6 +107,7 @@ def compose_partly(
 ) -> tuple[JobConfig, list[str]]:
     """Compose a configuration to look at: required keys that are missing are `???`, and are returned by name."""
     tree, schema = _tree(job, overrides, site), KINDS[job].schema
+    resolve(schema, tree)
     try:
         schema.model_validate(tree)
     except ValidationError as error:
@@ -200,22 +203,6 @@ def _with_values(job: str, tree: dict[str, Any], overrides: Sequence[str]) -> di
     return tree
 
 
-def _check_references(tree: Mapping[str, Any]) -> None:
-    """Check that every `${` in a text is closed: bash and Hydra, which read such texts later, would fail.
-
-    Raises:
-        UserError: names every such key, a line each.
-    """
-    open_ones = [
-        f"{key}: {_short(text)!r} has an unfinished `${{`: close it with }}, or leave it out"
-        for key, value in flat(tree).items()
-        for text in (value if isinstance(value, list) else [value])
-        if isinstance(text, str) and re.search(r"\$\{[^}]*$", text)
-    ]
-    if open_ones:
-        raise UserError("\n".join(open_ones))
-
-
 def _needs_hydra(override: str, known: set[str]) -> bool:
     """Return whether an override chooses a file of a group, or refers to another key."""
     return override.partition("=")[0].lstrip("+") in known or "${" in override or override.startswith("~")
@@ -242,7 +229,7 @@ def _unreadable(override: str) -> str:
     key, _, text = override.partition("=")
     quoted = f"; quote text: \"{key}='{text}'\"" if not set(text) & set("'\"") else ""
     return (
-        f"{override}: the value {_short(text)!r} cannot be read; close all brackets and quotes, write a list as "
+        f"{override}: the value {short(text)!r} cannot be read; close all brackets and quotes, write a list as "
         f"{key}=[A,B] and a table as '{key}={{a: 1, b: 2}}'{quoted}"
     )
 
@@ -339,24 +326,22 @@ def _missing_key(schema: type[BaseModel], loc: Sequence[int | str]) -> str:
     return f"{key}.{next(iter(section.model_fields))}" if is_section else key
 
 
-def _example_command(
-    job: str,
-    tree: Mapping[str, Any],
-    missing: Sequence[str],
-    words: Sequence[str],
-    settings: Mapping[str, Any],
-    flags: Sequence[str],
-) -> str:
+def _as_words(settings: Mapping[str, Any]) -> list[str]:
+    """Return words of a command line that stand for settings."""
+    nodes = ["--nodes", str(settings["trainer.nnodes"])] if "trainer.nnodes" in settings else []
+    others = {key: "null" if value is None else value for key, value in settings.items() if key != "trainer.nnodes"}
+    return [*nodes, *(f"{key}={value}" for key, value in others.items())]
+
+
+def _example_command(job: str, tree: Mapping[str, Any], missing: Sequence[str], command: Sequence[str]) -> str:
     """Return a complete command: what was typed, and words that set the missing keys."""
     nodes = tree.get("trainer", {}).get("nnodes", 1)
-    flags = [*(["--nodes", str(nodes)] if "trainer.nnodes" in settings else []), *flags]
-    rest = [f"{key}={'null' if value is None else value}" for key, value in settings.items() if key != "trainer.nnodes"]
     examples = dict(KINDS[job].examples)
     recipe = recipe_for(nodes) if {"model.path", "reward.function"} <= {*missing} else None
     if recipe is not None:
         examples |= {"model.path": f"recipe={recipe}", "reward.function": ""}
     added = " ".join(examples.get(key, f"{key}=VALUE") for key in missing).split()
-    return shlex.join(["hpc-rl", "submit", job, *flags, *rest, *words, *added])
+    return shlex.join([*command, *added])
 
 
 def _key_in(problem: str) -> str:
@@ -368,13 +353,20 @@ def _key_in(problem: str) -> str:
 def _problem(schema: type[BaseModel], details: Any) -> str:
     key = ".".join(str(part) for part in details["loc"])
     if details["type"] == "extra_forbidden":
-        meanings = {name: meaning for name, _, _, meaning in documented_keys(schema)}
-        sections = dict.fromkeys(name.rpartition(".")[0] for name in meanings if "." in name)
-        return f"{key}: unknown key{nearest(key, [*meanings, *sections], meanings)}"
+        if isinstance(inside := details.get("input"), Mapping) and inside:  # a section: name what is in it
+            return "\n".join(_unknown(schema, f"{key}.{name}") for name in flat(inside))
+        return _unknown(schema, key)
     if details["type"] == "missing":
         return f"{_missing_key(schema, details['loc'])}: required, but not given"
     lines = problem_text(details).splitlines()
     return "\n".join(line if not key or line.startswith(f"{key}.") else f"{key}: {line}" for line in lines)
+
+
+def _unknown(schema: type[BaseModel], key: str) -> str:
+    """Return the message for a key that a kind of job does not have."""
+    meanings = {name: meaning for name, _, _, meaning in documented_keys(schema)}
+    sections = dict.fromkeys(name.rpartition(".")[0] for name in meanings if "." in name)
+    return f"{key}: unknown key{nearest(key, [*meanings, *sections], meanings)}"
 
 
 _EXPECTED = {
@@ -398,11 +390,7 @@ def problem_text(details: Any) -> str:
     found = details.get("input")
     if details["type"] == "literal_error" and isinstance(found, str):
         choices = re.findall("'([^']*)'", details["ctx"]["expected"])
-        return f"{message}, found {_short(repr(found))}{nearest(found, choices)}"
+        return f"{message}, found {short(repr(found))}{nearest(found, choices)}"
     if details["type"] == "string_type" and isinstance(found, int | float):
         return f"{message}, found {found!r}: quote it"  # YAML reads 0123 and 1_000 as numbers
-    return message if details["type"] == "value_error" else f"{message}, found {_short(repr(found))}"
-
-
-def _short(text: str, limit: int = 200) -> str:
-    return text if len(text) <= limit else f"{text[:limit]}..."
+    return message if details["type"] == "value_error" else f"{message}, found {short(repr(found))}"

@@ -7,7 +7,7 @@ from typing import Annotated
 
 from pydantic import Field
 
-from hpc_rl.config.base import Section, Table
+from hpc_rl.config.base import REPLACES_VARIABLES, Section, Table
 
 TOOL_FORMATS = ("auto", "hermes", "json", "xml")
 VLLM_FORMAT = "vllm:"
@@ -32,12 +32,12 @@ class ToolFormatConfig(Section):
 
 
 class EnvironmentConfig(ToolFormatConfig):
-    name: str | None = None
+    name: Annotated[str, REPLACES_VARIABLES] | None = None
     """Environment that answers the model, as package.module:Class or path/file.py:Class. Each public method of the
     class is a tool. null: no environment; without environment.tools, a response is then one turn of the model."""
     kwargs: Table = {}
     """Keyword arguments with which an environment is created for each conversation."""
-    tools: list[Annotated[str, Field(min_length=1)]] = []
+    tools: list[Annotated[str, REPLACES_VARIABLES, Field(min_length=1)]] = []
     """Functions that the model may call, as package.module:function or path/file.py:function. python and bash run
     programs of the model in a sandbox."""
     max_turns: int = Field(8, ge=1)
@@ -49,7 +49,7 @@ class EnvironmentConfig(ToolFormatConfig):
     """Longest time in seconds of a call. A process that takes longer is ended, and its conversations have no score."""
     max_output_chars: int = Field(10_000, ge=100)
     """Longest text that a tool or an environment returns, in characters. The middle of a longer one is left out."""
-    sandbox: str = "auto"
+    sandbox: Annotated[str, REPLACES_VARIABLES] = "auto"
     """What runs the programs of the tools python and bash: apptainer, bwrap, or with a root file system
     apptainer:IMAGE or bwrap:FOLDER. auto: the first of the two that is installed, with the system folders of the
     node."""

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 from pydantic import GetCoreSchemaHandler
 from pydantic_core import CoreSchema, core_schema
 
-from hpc_rl.config.base import SomeFiles, not_empty, possible_path
+from hpc_rl.config.base import REPLACES_VARIABLES, SomeFiles, not_empty, possible_path
 
 
 class _FilesOrWeights:
@@ -23,7 +23,7 @@ class _FilesOrWeights:
         )
 
 
-TrainFiles = Annotated[list[str] | dict[str, float], _FilesOrWeights()]
+TrainFiles = Annotated[list[str] | dict[str, float], REPLACES_VARIABLES, _FilesOrWeights()]
 """Names of files, or a table from names to weights. Iteration over either yields the names."""
 
 

@@ -8,7 +8,7 @@ from typing import Annotated, Self
 from pydantic import Field, field_validator
 from pydantic_core import PydanticCustomError
 
-from hpc_rl.config.base import Path, Section, Table, possible_path
+from hpc_rl.config.base import REPLACES_VARIABLES, Path, Section, Table, possible_path
 from hpc_rl.config.environment import EnvironmentConfig
 
 ONE_REWARD = "set exactly one of reward.function, reward.functions, reward.model and reward.url"
@@ -17,9 +17,9 @@ ONE_REWARD = "set exactly one of reward.function, reward.functions, reward.model
 class OptionalRewardConfig(Section):
     """Options of a reward, which may be left out."""
 
-    function: str | None = None
+    function: Annotated[str, REPLACES_VARIABLES] | None = None
     """Reward function: gsm8k, math, exact, format, or your own as package.module:function or path/file.py:function."""
-    functions: list[Annotated[str, Field(min_length=1)]] = []
+    functions: list[Annotated[str, REPLACES_VARIABLES, Field(min_length=1)]] = []
     """Several reward functions instead of one, such as [gsm8k, format]. The score is the weighted sum of their
     scores."""
     weights: list[Annotated[float, Field(allow_inf_nan=False)]] = []

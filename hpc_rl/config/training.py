@@ -155,6 +155,20 @@ class OptimConfig(Section):
     torchao."""
 
 
+_OTHER_LOGGERS = ("tensorboard", "mlflow", "swanlab", "comet", "neptune", "clearml", "csv", "file", "json", "trackio")
+
+
+def _known_loggers(value: Any) -> Any:
+    """Return the value. Raises ValueError for loggers of other tools, which names what exists."""
+    names = [value] if isinstance(value, str) else value
+    if isinstance(names, list) and (other := next((name for name in names if name in _OTHER_LOGGERS), None)):
+        raise ValueError(
+            f"there is no logger {other}: choose 'console' or 'wandb', or both. Every run writes metrics.jsonl: hpc-rl "
+            "metrics RUN --csv prints it as a table, hpc-rl watch RUN and hpc-rl report RUN draw it"
+        )
+    return value
+
+
 class RecordedConfig(TrainerConfig):
     """Options of every program of this project that makes progress and records it."""
 
@@ -163,7 +177,7 @@ class RecordedConfig(TrainerConfig):
     four times as long for loading, saving, generation, validation, export and the first step. 0: no limit."""
     seed: int = Field(1, ge=0, le=2**63 - 1)
     """Random seed, also of the order of the data."""
-    logger: list[Literal["console", "wandb"]] = ["console"]
+    logger: Annotated[list[Literal["console", "wandb"]], BeforeValidator(_known_loggers)] = ["console"]
     """Additional destinations of metrics. metrics.jsonl in the run directory is always written."""
     project_name: str = "hpc-rl"
     """Name of the project in wandb."""

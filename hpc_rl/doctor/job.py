@@ -25,11 +25,10 @@ from hpc_rl.run_dir import RunDir
 from hpc_rl.runs import control
 from hpc_rl.runs.status import current_job, status_of
 from hpc_rl.sites.profile import load_profile
-from hpc_rl.slurm import commands
 from hpc_rl.submission import queue
 from hpc_rl.submission.job import Job
 from hpc_rl.submission.local import check_local, run_local
-from hpc_rl.submission.preflight.checks import check_run_dir
+from hpc_rl.submission.preflight.folders import check_run_dir
 from hpc_rl.submission.preflight.partition import ask_of, check_partition
 from hpc_rl.submission.request import Request, plan, reserve
 from hpc_rl.submission.script import render
@@ -127,7 +126,7 @@ def run_on_nodes(job: Job, local: bool, note: Callable[[str], None]) -> Findings
     except KeyboardInterrupt:
         submitted = current_job(run)
         if submitted is not None and not local:
-            commands.cancel(submitted)
+            control.cancel_ids([(submitted, run)])
             left = f"its files are in {run.path}" if run.attempts() else "it had not started"
             note(f"cancelled job {submitted}; {left}")
             if not run.attempts():

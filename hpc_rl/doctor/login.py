@@ -23,6 +23,7 @@ from hpc_rl.host.scratch import SHARED
 from hpc_rl.images.run_options import image_preflight
 from hpc_rl.slurm import commands
 from hpc_rl.slurm.cluster import Partition, chosen, has_accounting, kill_wait_s, preemption
+from hpc_rl.slurm.place import here
 
 SLOW_FILE_S = 0.1
 """A local disk takes 1 to 10 ms for a small file; NFS and Lustre take 5 to 50 ms if they are not overloaded."""
@@ -39,7 +40,8 @@ def slurm_checks(slurm: SlurmConfig) -> list[Check]:
             problem("Slurm", "no sbatch on PATH", "run this on a login node, or use --local to check only this machine")
         ]
     try:
-        (config, controllers), partitions = commands.configuration(), commands.partitions()
+        place = here(os.environ, str(slurm.sbatch.get("clusters") or ""))
+        (config, controllers), partitions = commands.configuration(place), commands.partitions(place)
     except commands.NoAnswer as error:
         return [problem("Slurm", str(error), "check that this is a login node, and the state of the cluster")]
     return [*_controller(config, controllers), _accounting(config), *limit_checks(slurm, config, partitions)]

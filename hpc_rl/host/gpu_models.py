@@ -10,8 +10,14 @@ from dataclasses import dataclass
 
 _SUPERCHIP = re.compile(r"g[bh]200")
 """Their names state the memory of the CPU."""
-_STATED = re.compile(r"(\d+)gb")
+_STATED = re.compile(r"(?<!\d)(\d+)gb")
 """a100_80gb; of a100_3g.20gb, a part of an A100, the last one."""
+_BARE = re.compile(r"[a-z]+\d+[a-z]*(?:[-_][a-z]+\d*)*[-_](\d{2,3})$")
+"""h100-47, a part of an H100 with 47 GB, and a100-80. A single digit is a number of GPUs or slices."""
+_MIG = re.compile(r"(?<!\d)\d+g\.\d+gb")
+"""NVIDIA's names of MIG devices: slices, then memory."""
+_PART = 0.75
+"""A GPU with less than this share of its model's memory is a part of one."""
 
 
 @dataclass(frozen=True)
@@ -73,8 +79,15 @@ def requested(name: str) -> GpuModel | None:
 
 def stated_gb(name: str) -> float | None:
     """Return the memory that Slurm's name of a GPU states, in 10^9 bytes; None if it states none."""
-    stated = [] if _SUPERCHIP.search(name.lower()) else _STATED.findall(name.lower())
+    stated = [] if _SUPERCHIP.search(name.lower()) else _STATED.findall(name.lower()) or _BARE.findall(name.lower())
     return float(stated[-1]) if stated else None
+
+
+def is_part(name: str) -> bool:
+    """Return whether Slurm's name of a GPU is that of a part of one, such as a MIG device."""
+    model, stated = requested(name), stated_gb(name)
+    whole = model.memory_gb if model else None
+    return bool(_MIG.search(name)) or (whole is not None and stated is not None and stated < _PART * whole)
 
 
 def named_gb(name: str) -> float | None:

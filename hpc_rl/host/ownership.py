@@ -285,6 +285,27 @@ def _writers(path: Path) -> str:
         return f"group {found.st_gid}"
 
 
+def name_user() -> None:
+    """Give a user id without an entry in the user database a name for this process and the jobs that it starts.
+
+    Containers and nodes whose sssd is down have such users. Libraries ask for the name (`getpass.getuser`).
+
+    Raises:
+        UserError: nothing states the home folder.
+    """
+    uid = os.getuid()
+    try:
+        pwd.getpwuid(uid)
+    except KeyError:
+        if not os.environ.get("HOME"):
+            raise UserError(
+                f"user id {uid} has no entry in the user database of this machine, and HOME is not set: set HOME to "
+                "your home folder"
+            ) from None
+        if not any(os.environ.get(name) for name in ("LOGNAME", "USER")):
+            os.environ["LOGNAME"] = f"uid{uid}"
+
+
 def _user(uid: int) -> str:
     try:
         return f"user {pwd.getpwuid(uid).pw_name}"

@@ -5,15 +5,17 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 from hpc_rl.errors import EXIT_STOPPED, UserError
+from hpc_rl.host.counted import counted
 from hpc_rl.host.files import read_json, write_atomically
 from hpc_rl.host.ownership import is_own_folder
 from hpc_rl.run_dir import RunDir
-from hpc_rl.runs.status import RunStatus, in_slurm, process_alive, status_of, statuses_of
+from hpc_rl.runs.status import RunStatus, in_slurm, place_of, process_alive, status_of, statuses_of
 from hpc_rl.slurm import commands
+from hpc_rl.slurm.place import by_place
 
 STATE_POLL_S = (1.0, 15.0)
 """First and last interval between two queries to Slurm. The interval grows because many users share its controller."""
@@ -109,14 +111,22 @@ def cancel(run: RunDir) -> str:
         _end_process(run, now)
     else:
         cancel_jobs([now])
-    saved = newest_checkpoint(run)
-    left = f"submit it again to resume from {saved}" if saved else "it had not saved a checkpoint yet"
+    write_atomically(run.cancelled, f"{now.job_id}\n")
+    saved = newest_checkpoint(run) or saved_by(run)
+    again = f"hpc-rl requeue {run.name}" if in_slurm(run) else f"the same command with --job-name {run.name}"
+    left = f"{again} resumes from {saved}" if saved else "it had not saved anything yet"
     return f"cancelled job {now.job_id} of run {run.name}; {left}"
 
 
 def newest_checkpoint(run: RunDir) -> str | None:
     """Return the name of the newest complete checkpoint, such as step-00000040."""
     return max((path.name for path in run.checkpoints.glob("step-*") if not path.suffix), default=None)
+
+
+def saved_by(run: RunDir) -> str | None:
+    """Return what a run without checkpoints has saved: the finished blocks of a generation."""
+    blocks = len(list(run.response_parts.glob("*.jsonl")))
+    return counted(blocks, "finished block") if blocks else None
 
 
 def stop(run: RunDir) -> str:
@@ -151,10 +161,22 @@ def cancel_jobs(active: Sequence[RunStatus]) -> None:
             f"try again later, or let it save and exit, which needs no answer of Slurm: hpc-rl stop {silent.run}"
         )
     within_s = commands.LOOK_S if len(active) == 1 else commands.TIMEOUT_S
-    commands.cancel(*(str(now.job_id) for now in active), within_s=within_s)
+    cancel_ids([(str(now.job_id), RunDir(Path(now.run_dir))) for now in active], within_s)
     for now in active:
+        run = RunDir(Path(now.run_dir))
+        write_atomically(run.cancelled, f"{now.job_id}\n")
         if now.state == "PENDING":
-            RunDir(Path(now.run_dir)).write_status(now.job_id, 0, "CANCELLED", None)
+            run.write_status(now.job_id, 0, "CANCELLED", None)
+
+
+def cancel_ids(jobs: Iterable[tuple[str, RunDir]], within_s: float = commands.TIMEOUT_S) -> None:
+    """Cancel jobs of some runs, each in its cluster.
+
+    Raises:
+        UserError: as `commands.cancel`.
+    """
+    for place, job_ids in by_place((job_id, place_of(run)) for job_id, run in jobs).items():
+        commands.cancel(*job_ids, place=place, within_s=within_s)
 
 
 def check_own(run: RunDir) -> None:

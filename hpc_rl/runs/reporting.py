@@ -10,8 +10,9 @@ from pathlib import Path
 from hpc_rl.errors import UserError
 from hpc_rl.run_dir import RunDir
 from hpc_rl.runs.run_sets import find_run_set
-from hpc_rl.runs.status import RunStatus, find_run, is_local, statuses_of
+from hpc_rl.runs.status import RunStatus, find_run, is_local, place_of, statuses_of
 from hpc_rl.slurm import commands
+from hpc_rl.slurm.place import by_place
 from hpc_rl.tracking.history import History, read_history, with_accounting
 from hpc_rl.tracking.recorded import read_run
 from hpc_rl.tracking.report import write_page
@@ -75,6 +76,12 @@ def write_report(selected: Sequence[Selected], path: Path, refresh: bool = False
     shown = [run for run in recorded if run.has_started or not run.swept]
     if not shown:
         raise UserError("no run of the sweep has started: `hpc-rl runs SWEEP` lists their states")
+    for run, status in zip(recorded, statuses, strict=True):
+        if status.left_no_log and not (run.has_started or run.swept):
+            raise UserError(
+                f"run {run.name} has nothing to report: its job has failed and left no log; hpc-rl explain {run.name} "
+                "shows why"
+            )
     write_page(shown, path, refresh_s=REFRESH_S if refresh and active else None)
     return active
 
@@ -89,12 +96,19 @@ def follow_report(selected: Sequence[Selected], path: Path, pause: Callable[[flo
 
 
 def accounted_histories(runs: Sequence[RunDir], statuses: Sequence[RunStatus]) -> list[History]:
-    """Read the histories of runs. Slurm's accounting, queried once, completes the attempts that were killed."""
+    """Read the histories of runs. Slurm's accounting, one query for a cluster, completes attempts that were killed."""
     found = [read_history(run) for run in runs]
-    open_jobs = {attempt.job_id for history in found for attempt in history.attempts if attempt.is_open}
-    jobs = sorted(job_id for job_id in open_jobs if job_id and not is_local(job_id))
-    starts = commands.job_starts(jobs) if jobs else []
-    return [_current(with_accounting(history, starts), now) for history, now in zip(found, statuses, strict=True)]
+    jobs = dict.fromkeys(
+        (attempt.job_id, place_of(run))
+        for run, history in zip(runs, found, strict=True)
+        for attempt in history.attempts
+        if attempt.is_open and attempt.job_id and not is_local(attempt.job_id)
+    )
+    starts = {place: commands.job_starts(job_ids, place) for place, job_ids in by_place(jobs).items()}
+    return [
+        _current(with_accounting(history, starts.get(place_of(run), [])), now)
+        for run, history, now in zip(runs, found, statuses, strict=True)
+    ]
 
 
 def _current(found: History, now: RunStatus) -> History:

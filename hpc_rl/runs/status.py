@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import json
 import os
+import pwd
 import re
 import signal
 import time
@@ -18,7 +19,9 @@ from hpc_rl.errors import UserError
 from hpc_rl.host.disk import disk_problem
 from hpc_rl.host.files import open_regular, read_json
 from hpc_rl.run_dir import MARKS, PIPELINE_MARK, SWEEP_MARK, RunDir, terminated_file
+from hpc_rl.runs import remembered
 from hpc_rl.slurm import commands
+from hpc_rl.slurm.place import Place, by_place, recorded
 from hpc_rl.slurm.states import ENDED, JobState
 from hpc_rl.tracking.metrics import parse_line
 
@@ -29,6 +32,8 @@ UNKNOWN = "UNKNOWN"
 """Slurm does not answer, and the job has not recorded a state."""
 SCRIPT_KILLED = "the job's script was killed before it could record how the job ended"
 REQUEUED_ITSELF = "the job has recorded that it is queued again, so Slurm may show this state only for a moment"
+CANCELLED = "CANCELLED"
+BY_YOU = "by you"
 STOPPED = "STOPPED"
 """A state of hpc-rl: the run saved and exited early. In Slurm its job has the state FAILED with exit code 75."""
 Ask = Callable[[str], JobState | None]
@@ -74,6 +79,11 @@ class RunStatus:
         """Whether a job may be writing to the run directory; true also while Slurm does not answer."""
         return not self.ended and self.state != NOT_SUBMITTED
 
+    @property
+    def left_no_log(self) -> bool:
+        """Whether the job has failed, and Slurm could not create its log: usually, its nodes lack the folder."""
+        return self.state == "FAILED" and self.log is not None and not Path(self.log).exists()
+
     def as_json(self) -> str:
         return json.dumps(asdict(self))
 
@@ -102,6 +112,18 @@ def find_run(target: str) -> RunDir:
         f"no run {target!r} in {ROOT.absolute()}: "
         + (f"did you mean {close[0]}?" if close else "give a run directory, a run's name or a job id")
     )
+
+
+def newest_run() -> str:
+    """Return the path of the run below ./runs that was submitted last.
+
+    Raises:
+        UserError: there is none.
+    """
+    jobs = [job for path in runs_below(ROOT) if (job := RunDir(path).job).is_file()]
+    if not jobs:
+        raise UserError(f"no run was submitted from here: {ROOT.absolute()} has none; name a run directory or a job id")
+    return str(max(jobs, key=lambda job: job.stat().st_mtime_ns).parent)
 
 
 def is_run(path: Path) -> bool:
@@ -141,6 +163,11 @@ def _in_slurm(job: Mapping[str, Any], job_id: str | None) -> bool:
     return not is_local(job_id or "") and ("pid" not in job or job.get("job_id") != job_id)
 
 
+def place_of(run: RunDir) -> Place:
+    """Return the cluster to which the run's newest job was submitted."""
+    return recorded(read_json(run.job), os.environ)
+
+
 def status_of(run: RunDir, within_s: float = commands.LOOK_S) -> RunStatus:
     """Read the state from Slurm, or from the run directory if Slurm has no record; the progress from metrics.jsonl.
 
@@ -148,33 +175,49 @@ def status_of(run: RunDir, within_s: float = commands.LOOK_S) -> RunStatus:
         within_s: seconds to wait for Slurm. After that, the state is the last one that the job recorded.
     """
     job = current_job(run), read_json(run.job)
-    return _status(run, *job, lambda job_id: commands.job_state(job_id, within_s), disk_problem(run.path) or "")
+    place = recorded(job[1], os.environ)
+    return _status(run, *job, lambda job_id: commands.job_state(job_id, within_s, place), disk_problem(run.path) or "")
 
 
 def statuses_of(found: Sequence[RunDir], within_s: float = commands.LOOK_S) -> list[RunStatus]:
-    """Read the states of many runs with a constant number of queries to Slurm. See `status_of`."""
+    """Read the states of many runs with a constant number of queries to each of their clusters. See `status_of`."""
     jobs = [(current_job(run), read_json(run.job)) for run in found]
-    ids = {job_id for job_id, job in jobs if job_id and _in_slurm(job, job_id)}
+    places = [recorded(job, os.environ) for _, job in jobs]
+    ids = by_place(
+        (job_id, place) for (job_id, job), place in zip(jobs, places, strict=True) if job_id and _in_slurm(job, job_id)
+    )
+    asks = {place: _answers(job_ids, place, within_s) for place, job_ids in ids.items()}
     devices = [_device(run.path) for run in found]
     one_on = dict(zip(devices, found, strict=True))
     disks = {device: disk_problem(run.path) or "" for device, run in one_on.items()}
+    return [
+        _status(run, *job, asks.get(place, _unknown), disks[device])
+        for run, job, place, device in zip(found, jobs, places, devices, strict=True)
+    ]
+
+
+def _unknown(_job_id: str) -> JobState | None:
+    return None
+
+
+def _answers(job_ids: Sequence[str], place: Place, within_s: float) -> Ask:
+    """Ask a cluster about many jobs at once."""
     try:
-        states = commands.job_states(ids, within_s)
+        return commands.job_states(job_ids, within_s, place).get
     except commands.NoAnswer as error:
         silence = error
 
         def no_answer(_job_id: str) -> JobState | None:
             raise silence
 
-        ask: Ask = no_answer
-    else:
-        ask = states.get
-    return [_status(run, *job, ask, disks[device]) for run, job, device in zip(found, jobs, devices, strict=True)]
+        return no_answer
 
 
 def _status(run: RunDir, job_id: str | None, job: Mapping[str, Any], ask: Ask, disk: str) -> RunStatus:
     latest = _last_metrics(run.metrics)
     fields = _job_fields(run, job_id, job, ask)
+    if fields["state"] == CANCELLED and not fields.get("reason"):
+        fields["reason"] = _canceller(run, job_id, None)
     return RunStatus(
         run=run.name,
         run_dir=str(run.path),
@@ -254,8 +297,27 @@ def _job_fields(run: RunDir, job_id: str | None, job: Mapping[str, Any], ask: As
     was_killed = slurm.state == "FAILED" and own_fields["state"] == "RUNNING" and (slurm.exit_code or 0) > 128
     may_return = requeued and slurm.ended and slurm.state != "CANCELLED"
     reason = SCRIPT_KILLED if was_killed else REQUEUED_ITSELF if may_return else slurm.reason
+    if slurm.ended and slurm.state != "COMPLETED":
+        exit_code = exit_code or None  # Slurm shows 0 for jobs that it ended, such as CANCELLED and NODE_FAIL
+    if slurm.state == CANCELLED and not reason.startswith("Dependency"):  # others are why it waited before
+        reason = _canceller(run, job_id, slurm.cancelled_by)
     fields = {"state": slurm.state, "reason": reason, "nodes": slurm.nodes, "may_return": may_return}
     return {**fields, "expected_start": slurm.expected_start, "exit_code": exit_code}
+
+
+def _canceller(run: RunDir, job_id: str | None, user: int | None) -> str:
+    """Return who cancelled a job, as far as is known."""
+    with suppress(OSError), open_regular(run.cancelled) as file:
+        if file.read(64).decode(errors="replace").strip() == job_id:
+            return BY_YOU
+    if user == os.getuid() or (job_id is not None and is_local(job_id)):
+        return BY_YOU
+    if user is None:
+        return "by you or an administrator"
+    try:
+        return f"by {pwd.getpwuid(user).pw_name}"
+    except KeyError:
+        return f"by the user with the id {user}"
 
 
 def _forgotten(run: RunDir, own: Mapping[str, Any]) -> dict[str, Any]:
@@ -276,19 +338,32 @@ def _last_recorded(run: RunDir, silence: str, state: str) -> dict[str, Any]:
 
 
 def _run_of_job(job_id: str) -> RunDir:
-    for path in runs_below(ROOT):
+    found = []
+    every = dict.fromkeys([ROOT.absolute(), *remembered.folders()])
+    for path in (path for folder in every for path in runs_below(folder)):
         run = RunDir(path.absolute())
         ids = [str(read_json(mark).get("job_id")) for mark in (run.job, run.status)]
-        if job_id in ids:
-            return run
-        if any(known.startswith(f"{job_id}_") for known in ids):
+        if job_id in ids or job_log(run, job_id).is_file():
+            found.append(run)
+        elif any(known.startswith(f"{job_id}_") for known in ids):
             raise _names_several(job_id, path.parent)
+    if len(found) > 1:  # of several clusters, or of one that has begun to count again
+        raise UserError(f"job {job_id} is that of several runs: name one of {', '.join(run.name for run in found)}")
+    if found:
+        return found[0]
+    where = f"job {job_id} does not belong to a run in {ROOT.absolute()} or another folder of your runs"
     try:
         log = commands.job_log(job_id)
+        state = commands.job_state(job_id, commands.LOOK_S) if log is None else None
     except commands.NoAnswer as error:
-        raise UserError(f"job {job_id} does not belong to a run in {ROOT.absolute()}, and {error}") from error
+        raise UserError(f"{where}, and {error}") from error
     if log is None:
-        raise UserError(f"job {job_id} does not belong to a run in {ROOT.absolute()}, and Slurm has no such job")
+        past = (
+            f"in Slurm's accounting it is {state.state}, without the path of its log"
+            if state
+            else "Slurm has no record of it, which without accounting is so some minutes after a job has ended"
+        )
+        raise UserError(f"{where}, and {past}: name the run or its directory")
     if not is_run(Path(log).parent):
         raise UserError(f"job {job_id} is not a run of hpc-rl: its log is {log}")
     return RunDir(Path(log).parent)

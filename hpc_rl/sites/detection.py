@@ -16,6 +16,7 @@ from hpc_rl.host.files import write_atomically
 from hpc_rl.sites import record
 from hpc_rl.sites.proposal import Facts
 from hpc_rl.slurm import cluster, commands
+from hpc_rl.slurm.place import CLUSTERS, here, is_single
 
 _RELEVANT_MODULES = re.compile(r"(cuda|nvhpc|rocm|nccl|cudnn|gcc)$", re.IGNORECASE)
 _RUNTIMES = ("apptainer", "singularity", "enroot")
@@ -29,9 +30,12 @@ def look(environ: Mapping[str, str] = os.environ) -> Facts:
     """
     if shutil.which("sinfo") is None:
         raise UserError("there is no sinfo on PATH: run this on the cluster's login node, where Slurm's programs are")
+    place = here(environ)
+    if not is_single(place.cluster):
+        raise UserError(f"{' or '.join(CLUSTERS)} names several clusters ({place.cluster}): set it to one of them")
     try:
-        config, _ = commands.configuration()
-        groups, partitions = commands.node_groups(), commands.partitions()
+        config, _ = commands.configuration(place)
+        groups, partitions = commands.node_groups(place), commands.partitions(place)
         pyxis = ["pyxis"] if commands.has_pyxis() else []
     except commands.NoAnswer as error:
         raise UserError(f"Slurm does not answer: {error}") from error
@@ -53,6 +57,9 @@ def look(environ: Mapping[str, str] = os.environ) -> Facts:
         runtimes=[name for name in _RUNTIMES if shutil.which(name)] + pyxis,
         proxy=environ.get("https_proxy") or environ.get("HTTPS_PROXY"),
         hf_home=environ.get("HF_HOME"),
+        host=os.uname().nodename.partition(".")[0],
+        is_root=os.getuid() == 0,
+        clusters=place.cluster,
     )
 
 

@@ -2,7 +2,7 @@
 
 Profiles are layered. Later layers take precedence, key by key:
 
-    environment   variables of sbatch, such as SBATCH_ACCOUNT
+    environment   variables of sbatch, such as SBATCH_ACCOUNT and SLURM_CLUSTERS
     system-wide   /etc/hpc-rl/site.yaml, or the profile that $HPC_RL_SITE names
     user          ~/.config/hpc-rl/site.yaml
     project       ./site.yaml
@@ -26,6 +26,7 @@ from hpc_rl.config.job import JobConfig
 from hpc_rl.config.keys import documented_keys, find_annotation, nearest
 from hpc_rl.config.kinds import KINDS
 from hpc_rl.config.ray import RayConfig
+from hpc_rl.config.references import expanded_path
 from hpc_rl.config.training import TrainingConfig
 from hpc_rl.config.tree import put
 from hpc_rl.errors import UserError
@@ -38,6 +39,8 @@ USER = Path("~/.config/hpc-rl/site.yaml")
 PROJECT = Path("site.yaml")
 
 VARIABLES = {
+    "SLURM_CLUSTERS": "slurm.sbatch.clusters",
+    "SBATCH_CLUSTERS": "slurm.sbatch.clusters",
     "SBATCH_ACCOUNT": "slurm.account",
     "SBATCH_CONSTRAINT": "slurm.constraint",
     "SBATCH_PARTITION": "slurm.partition",
@@ -45,7 +48,7 @@ VARIABLES = {
     "SBATCH_TIMELIMIT": "slurm.time",
 }
 """Variables of sbatch that are part of the configuration -> key. The checks before submission need these values, and
-scripts state them."""
+scripts state them. Of two for the same key, the last one counts."""
 _SECTIONS: dict[str, type[BaseModel]] = {
     name: section
     for name, field in JobConfig.model_fields.items()
@@ -136,9 +139,9 @@ def find(site: str) -> Path:
         UserError: there is no such file.
     """
     try:
-        path = Path(site).expanduser()
-    except RuntimeError as error:  # ~NAME
-        raise UserError(f"site profile {site}: there is no such user") from error
+        path = Path(expanded_path(site))
+    except ValueError as error:
+        raise UserError(f"site profile: {error}") from error
     if "/" in site or path.suffix in (".yaml", ".yml"):
         if not path.is_file():
             raise UserError(f"site profile {site}: there is no such file")

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from hpc_rl.config.slurm import walltime_s
-from hpc_rl.host.gpu_models import named_gb
+from hpc_rl.host.gpu_models import is_part, named_gb
 from hpc_rl.sites.choice import Choice, Dimension
 from hpc_rl.slurm.capacity import describe, shapes
 from hpc_rl.slurm.cluster import Association, NodeGroup, Partition, preemption
@@ -23,8 +23,6 @@ _MOST_FEATURES = 4
 _LONGEST_MESSAGE = 300
 _SPARE = re.compile(r"preempt|scaven|spot|standby|idle|low|debug|test", re.IGNORECASE)
 """Names that sites give to qualities of service for spare resources or trials."""
-_PART_OF_A_GPU = re.compile(r"\d+g\.\d+gb")
-"""NVIDIA's names of MIG devices: slices, then memory."""
 
 
 @dataclass(frozen=True)
@@ -47,6 +45,11 @@ class Facts:
     """Container runtimes on the login node."""
     proxy: str | None
     hf_home: str | None
+    host: str = ""
+    """Short name of the login node."""
+    is_root: bool = False
+    clusters: str = ""
+    """The cluster that variables have chosen; empty for the local one."""
 
     @property
     def needs_account(self) -> bool:
@@ -60,16 +63,21 @@ def choose_partitions(facts: Facts) -> list[Partition]:
     The order is: those with GPUs, those whose jobs are not preempted, the default one, larger ones.
     """
     accounts = {one.account for one in facts.associations}
+    qos = {name for one in facts.associations for name in one.qos}
     highest = max((one.priority_tier for one in facts.partitions), default=0)
 
     def usable(one: Partition) -> bool:
         may = one.groups is None or one.groups & facts.unix_groups
-        pays = one.accounts is None or not accounts or one.accounts & accounts
+        pays = not accounts or any(_accepts(one, account) for account in accounts)
+        qualified = not qos or any(_allows(one, name) for name in qos)
         shown = one.is_default or not one.is_hidden
-        return bool(one.state == "UP" and shown and may and pays and groups_of(facts, one))
+        is_open = (facts.is_root or not one.only_root) and not one.needs_reservation
+        from_here = one.submit_hosts is None or facts.host in one.submit_hosts
+        lets_in = may and pays and qualified and is_open and from_here
+        return bool(one.state == "UP" and shown and lets_in and groups_of(facts, one))
 
     def likely(one: Partition) -> tuple[bool, bool, bool, int, int]:
-        whole = {kind: n for kind, n in count_gpus(facts, one).items() if not _PART_OF_A_GPU.search(kind)}
+        whole = {kind: n for kind, n in count_gpus(facts, one).items() if not is_part(kind)}
         stays = not is_preemptible(facts, one, highest)
         return bool(whole), stays, one.is_default, sum(whole.values()), walltime_s(one.max_time) or LONGEST_S * 365
 
@@ -89,7 +97,18 @@ def is_preemptible(facts: Facts, partition: Partition, highest: int) -> bool:
 def choose_accounts(facts: Facts, partition: Partition) -> list[str]:
     """Return the accounts that the user may use in a partition."""
     found = [one.account for one in facts.associations if one.partition in ("", partition.name)]
-    return sorted({one for one in found if partition.accounts is None or one in partition.accounts})
+    return sorted({one for one in found if _accepts(partition, one)})
+
+
+def _accepts(partition: Partition, account: str) -> bool:
+    """Return whether a partition lets an account in. A list of allowed ones replaces that of the denied ones."""
+    if partition.accounts is not None:
+        return account in partition.accounts
+    return account not in partition.denied_accounts
+
+
+def _allows(partition: Partition, qos: str) -> bool:
+    return qos in partition.qos if partition.qos is not None else qos not in partition.denied_qos
 
 
 def groups_of(facts: Facts, partition: Partition) -> list[NodeGroup]:
@@ -163,6 +182,7 @@ def propose(facts: Facts, partition: Partition, choice: Choice, date: str, refus
         f"`hpc-rl site detect` on {date}. You can edit it.",
         "# `hpc-rl site show` prints the settings in effect; `hpc-rl config sft --help` explains every key.",
         "slurm:",
+        *([f"  sbatch: {{clusters: {_yaml(facts.clusters)}}}"] if facts.clusters else []),
         *_indented(_queue(facts, partition, choice)),
         *_indented(_gpus(facts, partition, choice)),
         *_indented(_shape(facts, partition, choice)),
@@ -183,6 +203,9 @@ def _queue(facts: Facts, partition: Partition, choice: Choice) -> Iterator[str]:
         yield f"#   {one.name}, at most {one.max_time}{preempted}:"
         yield from (f"#     {describe(shape)}" for shape in shapes(groups_of(facts, one))[:_LISTED])
     yield f"partition: {_yaml(partition.name)}"
+    if partition.min_nodes > 1 or partition.max_nodes is not None:
+        most = "any number of" if partition.max_nodes is None else partition.max_nodes
+        yield f"# Its jobs have {max(1, partition.min_nodes)} to {most} nodes."
     if partition.jobs_per_cpu > 1:
         yield f"# Up to {partition.jobs_per_cpu} jobs run on the same CPUs of this partition at a time."
     accounts = choose_accounts(facts, partition)
@@ -208,7 +231,7 @@ def _queue(facts: Facts, partition: Partition, choice: Choice) -> Iterator[str]:
 
 def _qualities(facts: Facts, partition: Partition) -> list[str]:
     """Return the user's qualities of service that the partition allows: Slurm's `normal`, others, spare resources."""
-    names = {name for one in facts.associations for name in one.qos if partition.qos is None or name in partition.qos}
+    names = {name for one in facts.associations for name in one.qos if _allows(partition, name)}
     return sorted(names, key=lambda name: (bool(_SPARE.search(name)), name != "normal", name))
 
 
@@ -223,7 +246,7 @@ def _time(facts: Facts, partition: Partition) -> str | None:
 def _usual_gpu(facts: Facts, partition: Partition) -> str | None:
     """Return the most frequent type of GPU, if possible of whole ones; empty if it has no name; None without GPUs."""
     kinds = count_gpus(facts, partition)
-    return max(kinds, key=lambda name: (not _PART_OF_A_GPU.search(name), kinds[name]), default=None)
+    return max(kinds, key=lambda name: (not is_part(name), kinds[name]), default=None)
 
 
 def _selects_gpus(facts: Facts) -> bool:
@@ -317,6 +340,7 @@ def _surroundings(facts: Facts) -> Iterator[str]:
         here = ", ".join(f"{name} ({address})" for name, address in facts.interfaces.items())
         yield f"# Interfaces here: {here}. Compute nodes may differ: run hpc-rl doctor --on-nodes 2."
         yield f"# interface: {fast or next(iter(facts.interfaces))}    # default: the interface of the default route"
+    yield "# python: /path/to/env/bin/python    # of jobs, chat and export, if this one has no torch"
     if facts.has_modules:
         found = f"    # here: {', '.join(facts.modules)}" if facts.modules else ""
         yield f"# modules: [{facts.modules[-1] if facts.modules else 'cuda'}]{found}"

@@ -24,11 +24,12 @@ class Need:
     """0 for no request."""
 
 
-def refusal(groups: Sequence[NodeGroup], partition: str | None, need: Need) -> str | None:
+def refusal(groups: Sequence[NodeGroup], partition: str | None, need: Need, has_own_limits: bool = False) -> str | None:
     """Return why the partition can never start the job, or None if it can.
 
     Args:
         partition: one or several, separated by commas, of which Slurm takes any. None for the default partition.
+        has_own_limits: whether the job's quality of service may replace the partition's limits of nodes.
     """
     names = partition.split(",") if partition else [group.partition for group in groups if group.is_default][:1]
     known = {group.partition for group in groups}
@@ -36,8 +37,12 @@ def refusal(groups: Sequence[NodeGroup], partition: str | None, need: Need) -> s
         return None
     if unknown := [name for name in names if name not in known]:
         return f"partition {unknown[0]} does not exist; Slurm has {', '.join(sorted(known))}"
-    if any(_provides(groups, name, need) for name in names):
-        return None
+    provided = [name for name in names if _provides(groups, name, need)]
+    if provided:
+        outside = None if has_own_limits else _outside_limits(groups, provided, need)
+        return outside and f"{outside}: request {counted(need.nodes, 'node')} from another partition, or change --nodes"
+    if cause := _inactive(groups, names) or _other_spelling(groups, names, need):
+        return cause
     has = " and ".join(map(describe, shapes([group for group in groups if group.partition in names])))
     others = sorted(name for name in known - set(names) if _provides(groups, name, need))
     advice = f"partition {' or '.join(others)} has such nodes" if others else f"request less ({_FLAGS})"
@@ -59,6 +64,38 @@ def describe(group: NodeGroup) -> str:
     gpus = " and ".join(_gpus(count, kind) for kind, count in group.gpus.items()) or "no GPUs"
     memory = f", {group.memory_mb} MB" if group.memory_mb > 1 else ""
     return f"{counted(group.nodes, 'node')} with {gpus} ({counted(group.cpus, 'CPU')}{memory})"
+
+
+def _outside_limits(groups: Sequence[NodeGroup], names: Sequence[str], need: Need) -> str | None:
+    """Return which limits of job sizes exclude the job from all of these partitions; None if one has it."""
+    limits = {group.partition: (group.min_nodes, group.max_nodes) for group in groups if group.partition in names}
+    if any(least <= need.nodes <= (most or need.nodes) for least, most in limits.values()):
+        return None
+    texts = [
+        f"partition {name} starts jobs of at {'least' if need.nodes < least else 'most'} "
+        f"{counted(least if need.nodes < least else most or 0, 'node')}"
+        for name, (least, most) in limits.items()
+    ]
+    return f"{' and '.join(texts)}, and --nodes is {need.nodes}"
+
+
+def _inactive(groups: Sequence[NodeGroup], names: Sequence[str]) -> str | None:
+    states = {group.partition: group.state for group in groups if group.partition in names}
+    if any(state != "inactive" for state in states.values()):
+        return None
+    return f"partition {','.join(names)} is inactive, and starts no job: choose another --partition"
+
+
+def _other_spelling(groups: Sequence[NodeGroup], names: Sequence[str], need: Need) -> str | None:
+    """Return that a type of GPU is written with other letters, if that is why no node has it."""
+    known = {kind for group in groups if group.partition in names for kind in group.gpus}
+    same = sorted(kind for kind in known if kind.lower() == (need.gpu_type or "").lower())
+    if not same or need.gpu_type in known:
+        return None
+    return (
+        f"partition {','.join(names)} has no GPUs of the type {need.gpu_type}, but of the type {same[0]}: Slurm "
+        f"distinguishes capital letters, so write slurm.gpu_type={same[0]}"
+    )
 
 
 def _provides(groups: Sequence[NodeGroup], partition: str, need: Need) -> bool:

@@ -7,7 +7,9 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-SINFO_FORMAT = "%P|%a|%l|%L|%D|%c|%m|%G|%f|%h|%T"
+from hpc_rl.slurm.allocation import expand_hostlist
+
+SINFO_FORMAT = "%P|%a|%l|%L|%D|%c|%m|%G|%f|%h|%T|%s"
 """Columns of sinfo that describe nodes without naming them: with -e, identical nodes share a line, so a thousand nodes
 are a few lines."""
 ASSOCIATION_COLUMNS = "Cluster,Account,User,Partition,QOS,DefaultQOS,MaxWall,MaxTRES"
@@ -30,6 +32,10 @@ class NodeGroup:
     """State of the partition: up, down, drain or inactive (sinfo(1), AVAIL)."""
     time_limit: str = "infinite"
     features: tuple[str, ...] = ()
+    min_nodes: int = 1
+    """Fewest nodes that a job in the partition may have."""
+    max_nodes: int | None = None
+    """Most nodes; None for no limit."""
 
     @property
     def all_gpus(self) -> int:
@@ -47,10 +53,24 @@ class Partition:
     """UP, DOWN, DRAIN or INACTIVE."""
     accounts: frozenset[str] | None
     """Accounts that may use it, or None for all."""
+    denied_accounts: frozenset[str]
+    """Accounts that may not."""
     groups: frozenset[str] | None
     """UNIX groups that may use it, or None for all."""
     qos: frozenset[str] | None
     """Qualities of service that its jobs may have, or None for all."""
+    denied_qos: frozenset[str]
+    """Qualities of service that its jobs may not have."""
+    submit_hosts: frozenset[str] | None
+    """Machines from which jobs may be submitted, or None for all."""
+    only_root: bool
+    """Whether only root may submit jobs."""
+    needs_reservation: bool
+    """Whether jobs need a reservation."""
+    min_nodes: int
+    """Fewest nodes of a job."""
+    max_nodes: int | None
+    """Most nodes of a job, or None for no limit."""
     is_hidden: bool
     """Whether Slurm lists it only if it is asked for by name."""
     max_time: str
@@ -58,7 +78,7 @@ class Partition:
     default_time: str
     """Time limit of a job without --time; NONE for the maximum."""
     preempt_mode: str
-    """What happens to a preempted job: OFF, REQUEUE, SUSPEND and so on."""
+    """What happens to a preempted job: OFF, REQUEUE, CANCEL or SUSPEND. GANG alone only shares time: OFF."""
     grace_s: int
     """Seconds between SIGTERM and SIGKILL for a preempted job."""
     priority_tier: int
@@ -93,10 +113,10 @@ def read_sinfo(text: str) -> list[NodeGroup]:
     """Parse `sinfo -h -e -o SINFO_FORMAT`. Lines that differ only in the state of their nodes are merged."""
     nodes: Counter[tuple[str, ...]] = Counter()
     for line in text.splitlines():
-        columns = line.split("|")
-        if len(columns) == 11:
-            name, state, limit, _, count, cpus, memory, gres, features, *_ = columns
-            nodes[name, state, limit, cpus, memory, gres, features] += _whole(count)
+        columns = [*line.split("|"), ""]  # the last column of SINFO_FORMAT is not in all recorded outputs
+        if len(columns) in (12, 13):
+            name, state, limit, _, count, cpus, memory, gres, features, _, _, size, *_ = columns
+            nodes[name, state, limit, cpus, memory, gres, features, size] += _whole(count)
     return [
         NodeGroup(
             partition=name.removesuffix("*"),
@@ -108,8 +128,10 @@ def read_sinfo(text: str) -> list[NodeGroup]:
             state=state,
             time_limit=limit,
             features=tuple(f for f in features.split(",") if f != "(null)"),
+            min_nodes=_whole(size) or 1,
+            max_nodes=_limit(size.rpartition("-")[2]),
         )
-        for (name, state, limit, cpus, memory, gres, features), count in nodes.items()
+        for (name, state, limit, cpus, memory, gres, features, size), count in nodes.items()
         if count
     ]
 
@@ -120,9 +142,9 @@ def parse_gpus(gres: str) -> dict[str, int]:
     The sockets in parentheses may contain commas (`(S:0,2)`). MIG devices have types too (`gpu:a100_1g.5gb:7`).
     """
     found: dict[str, int] = {}
-    for part in re.sub(r"\([^)]*\)", "", gres).split(","):
+    for part in re.sub(r"\([^()]*\)", "", gres).split(","):
         match = re.fullmatch(
-            r"gpu(?::(?!no_consume)([^:]+(?=:)|[^:]*[^:\d][^:]*))?(?::no_consume)?(?::(\d+))?", part.strip()
+            r"gpu(?::(?!no_consume)([^:]++(?=:)|(?=\d*+[^:])[^:]++))?(?::no_consume)?(?::(\d+))?", part.strip()
         )
         if match:
             found[match[1] or ""] = found.get(match[1] or "", 0) + int(match[2] or 1)
@@ -147,7 +169,7 @@ def has_accounting(config: Mapping[str, str]) -> bool:
 
 def read_controllers(text: str) -> dict[str, bool]:
     """Parse the last lines of `scontrol show config`: host of a controller -> whether it is up."""
-    return {host: state == "UP" for host, state in re.findall(r"^Slurmctld\([^)]*\) at (\S+) is (\w+)", text, re.M)}
+    return {host: state == "UP" for host, state in re.findall(r"^Slurmctld\([^)\n]*\) at (\S+) is (\w+)", text, re.M)}
 
 
 def read_associations(text: str, cluster: str) -> list[Association]:
@@ -175,7 +197,7 @@ def kill_wait_s(config: Mapping[str, str]) -> int:
 def preemption(partition: Partition, config: Mapping[str, str]) -> str:
     """Return what happens to a preempted job of a partition: `REQUEUE, announced 60 s before`."""
     mode = partition.preempt_mode
-    if mode.startswith("SUSPEND"):
+    if mode == "SUSPEND":
         return f"{mode}, continued later"
     graceful = partition.grace_s > 0 and "GANG" not in config.get("PreemptMode", "")  # the gang scheduler does not wait
     return f"{mode}, announced {partition.grace_s if graceful else kill_wait_s(config)} s before"
@@ -190,21 +212,29 @@ def read_interfaces(text: str) -> dict[str, str]:
 def _partition(fields: Mapping[str, str]) -> Partition:
     tres = dict(_pairs(fields.get("TRES", "")))
     sharing = fields.get("OverSubscribe", "NO")
+    modes = set(fields.get("PreemptMode", "OFF").split(",")) - {"GANG", "WITHIN"}
     nodes, every = _whole(fields.get("TotalNodes", "")), _whole(fields.get("TotalCPUs", ""))
     return Partition(
         name=fields["PartitionName"],
         is_default=fields.get("Default") == "YES",
         state=fields.get("State", "UP"),
         accounts=_names(fields.get("AllowAccounts", "ALL")),
+        denied_accounts=_denied(fields.get("DenyAccounts", "")),
         groups=_names(fields.get("AllowGroups", "ALL")),
         qos=_names(fields.get("AllowQos", "ALL")),
+        denied_qos=_denied(fields.get("DenyQos", "")),
+        submit_hosts=_hosts(fields.get("AllocNodes", "ALL")),
+        only_root=fields.get("RootOnly") == "YES",
+        needs_reservation=fields.get("ReqResv") == "YES",
+        min_nodes=_whole(fields.get("MinNodes", "")),
+        max_nodes=_limit(fields.get("MaxNodes", "")),
         is_hidden=fields.get("Hidden") == "YES",
         max_time=fields.get("MaxTime", "UNLIMITED"),
         default_time=fields.get("DefaultTime", "NONE"),
-        preempt_mode=fields.get("PreemptMode", "OFF"),
+        preempt_mode=next(iter(sorted(modes)), "OFF"),
         grace_s=_whole(fields.get("GraceTime", "")),
         priority_tier=_whole(fields.get("PriorityTier", "")),
-        exclusive=sharing == "EXCLUSIVE",
+        exclusive=sharing == "EXCLUSIVE" or fields.get("Exclusive") == "NODE",  # until and since Slurm 26.05
         jobs_per_cpu=_whole(sharing.removeprefix("FORCE:")) if sharing.startswith("FORCE:") else 1,
         nodes=nodes,
         cpus=_whole(tres.get("cpu", "")) or every,
@@ -229,7 +259,19 @@ def _split(word: str) -> tuple[str, str]:
 
 
 def _names(text: str) -> frozenset[str] | None:
-    return None if text == "ALL" else frozenset(text.split(","))
+    return None if text in ("ALL", "(null)") else frozenset(text.split(","))
+
+
+def _denied(text: str) -> frozenset[str]:
+    return frozenset() if text in ("", "NONE", "(null)") else frozenset(text.split(","))
+
+
+def _hosts(text: str) -> frozenset[str] | None:
+    """Parse a hostlist of machines, or ALL."""
+    try:
+        return None if text in ("ALL", "(null)") else frozenset(expand_hostlist(text))
+    except ValueError:
+        return None
 
 
 def _limit(text: str) -> int | None:

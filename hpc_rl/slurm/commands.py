@@ -13,6 +13,8 @@ from collections.abc import Iterable, Sequence
 from hpc_rl.errors import UserError
 from hpc_rl.slurm import cluster
 from hpc_rl.slurm.accounting import COLUMNS, Start, read_starts
+from hpc_rl.slurm.place import NoAnswer as NoAnswer
+from hpc_rl.slurm.place import Place, here, is_single
 from hpc_rl.slurm.states import JobState, newer, read_sacct, read_scontrol, read_squeue, sacct_states, squeue_states
 
 TIMEOUT_S = 30
@@ -28,46 +30,41 @@ def available() -> bool:
     return shutil.which("sbatch") is not None
 
 
-class NoAnswer(Exception):
-    """Slurm cannot be reached: its programs are missing, or its controller does not answer.
-
-    This implies nothing about the state of a job.
-    """
-
-
-def job_state(job_id: str, within_s: float = TIMEOUT_S) -> JobState | None:
+def job_state(job_id: str, within_s: float = TIMEOUT_S, place: Place | None = None) -> JobState | None:
     """Return the state of a job, or None if Slurm has no record of it.
 
     The sources are sacct (complete, but it needs accounting), then squeue, then scontrol (until minutes after the end).
 
     Args:
         within_s: seconds for all of them together.
+        place: the cluster that has the job; None for the one that new jobs go to.
 
     Raises:
         NoAnswer: the controller did not answer in time.
     """
     deadline = time.monotonic() + within_s
-    accounts = _recorded(array_id(job_id), within_s)
+    accounts = _recorded(array_id(job_id), within_s, place)
     recorded = read_sacct(accounts or "", job_id)
     # Accounting lags behind a requeue. While the job is in the queue, the controller is more recent.
-    if recorded and recorded.ended and not _is_queued(job_id, deadline):
+    if recorded and recorded.ended and not _is_queued(job_id, deadline, place):
         return recorded
-    queued = read_squeue(_output([*_SQUEUE, job_id], deadline), job_id)
+    queued = read_squeue(_output([*_SQUEUE, job_id], deadline, place), job_id)
     if queued and not queued.ended:
         return queued
-    found = _scontrol(job_id, deadline) or queued or recorded
+    found = _scontrol(job_id, deadline, place) or queued or recorded
     if found is None and accounts is None:
         raise NoAnswer(_SILENT_ACCOUNTS)
     return found
 
 
-def job_states(job_ids: Iterable[str], within_s: float = TIMEOUT_S) -> dict[str, JobState]:
+def job_states(job_ids: Iterable[str], within_s: float = TIMEOUT_S, place: Place | None = None) -> dict[str, JobState]:
     """Return the states of many jobs with one call of sacct and one of squeue. Unknown jobs are left out.
 
     Exit codes are available only with accounting.
 
     Args:
         within_s: seconds for both of them together.
+        place: the cluster that has all of them; None for the one that new jobs go to.
 
     Raises:
         NoAnswer: the controller did not answer in time.
@@ -77,9 +74,9 @@ def job_states(job_ids: Iterable[str], within_s: float = TIMEOUT_S) -> dict[str,
     if not asked:
         return {}
     ids = ",".join(sorted({array_id(job_id) for job_id in asked}))
-    accounts = _recorded(ids, within_s)
+    accounts = _recorded(ids, within_s, place)
     recorded = sacct_states(accounts or "")
-    queued = squeue_states(_asked([*_SQUEUE, ids], deadline))
+    queued = squeue_states(_asked([*_SQUEUE, ids], deadline, place))
     found = {job_id: state for job_id in asked if (state := newer(recorded.get(job_id), queued.get(job_id)))}
     if accounts is None and len(found) < len(asked):
         raise NoAnswer(_SILENT_ACCOUNTS)
@@ -97,41 +94,50 @@ def job_log(job_id: str) -> str | None:
     Raises:
         NoAnswer: the controller does not answer.
     """
-    state = _scontrol(job_id, time.monotonic() + LOOK_S)
+    state = _scontrol(job_id, time.monotonic() + LOOK_S, None)
     return state.stdout or None if state else None
 
 
-def job_starts(job_ids: Sequence[str]) -> list[Start]:
+def job_starts(job_ids: Sequence[str], place: Place) -> list[Start]:
     """Return every start of these jobs, oldest first. Without accounting the list is empty."""
-    return read_starts(_output(["sacct", "-X", "-n", "-P", "--duplicates", "-o", COLUMNS, "-j", ",".join(job_ids)]))
+    asked = ["sacct", "-X", "-n", "-P", "--duplicates", "-o", COLUMNS, "-j", ",".join(job_ids)]
+    return read_starts(_output(asked, place=place))
 
 
-def attach_argv(job_id: str, node: str, command: Sequence[str], terminal: bool) -> list[str]:
+def attach_argv(job_id: str, place: Place, node: str, command: Sequence[str], terminal: bool) -> list[str]:
     """Return the srun command that runs a command within a running job, on one of its nodes.
 
     Raises:
         UserError: the controller has no record of the job.
     """
     try:
-        result = _run(["scontrol", "show", "job", "-o", job_id])
+        result = _run(["scontrol", "show", "job", "-o", job_id], place=place)
     except NoAnswer as error:
         raise UserError(str(error)) from error
     # srun's --jobid does not accept 12_3, but every task of an array also has its own number.
-    match = re.match(r"JobId=(\d+)", result.stdout) if result is not None else None
+    match = re.search(r"^JobId=(\d+)", result.stdout, re.MULTILINE) if result is not None else None
     if match is None:
         raise UserError(f"scontrol show job {job_id}: {_message(result)}")
     where = ["--nodes=1", "--ntasks=1", f"--nodelist={node}"]
-    return ["srun", f"--jobid={match[1]}", "--overlap", *where, *(["--pty"] if terminal else []), *command]
+    return [
+        "srun",
+        *place.words("srun"),
+        f"--jobid={match[1]}",
+        "--overlap",
+        *where,
+        *(["--pty"] if terminal else []),
+        *command,
+    ]
 
 
-def cancel(*job_ids: str, within_s: float = TIMEOUT_S) -> None:
-    """Cancel jobs.
+def cancel(*job_ids: str, place: Place, within_s: float = TIMEOUT_S) -> None:
+    """Cancel jobs of one cluster.
 
     Raises:
         UserError: scancel failed, or took longer than `within_s` seconds. The message is that of scancel.
     """
     try:
-        result = _run(["scancel", *job_ids], time.monotonic() + within_s)
+        result = _run(["scancel", *job_ids], time.monotonic() + within_s, place)
     except NoAnswer as error:
         ids = f"job {job_ids[0]}" if len(job_ids) == 1 else f"{len(job_ids)} jobs"
         raise UserError(f"{error}, so {ids} may or may not be cancelled: look again with hpc-rl status") from error
@@ -139,53 +145,76 @@ def cancel(*job_ids: str, within_s: float = TIMEOUT_S) -> None:
         raise UserError(f"scancel {' '.join(job_ids)}: {_message(result)}")
 
 
-def node_groups() -> list[cluster.NodeGroup]:
+def node_groups(place: Place | None = None) -> list[cluster.NodeGroup]:
     """Return the nodes by partition and shape, including hidden partitions. Empty if sinfo is missing or fails.
 
     Raises:
         NoAnswer: the controller does not answer.
     """
-    return cluster.read_sinfo(_output(["sinfo", "-a", "-h", "-e", "-o", cluster.SINFO_FORMAT]))
+    return cluster.read_sinfo(_output(["sinfo", "-a", "-h", "-e", "-o", cluster.SINFO_FORMAT], place=place))
 
 
 class NodeListing:
     """The nodes that sinfo lists, for one command of the user: sinfo is called when they are first needed, and once."""
 
     def __init__(self) -> None:
-        self._found: list[cluster.NodeGroup] | NoAnswer | None = None
+        self._found: dict[str, list[cluster.NodeGroup] | NoAnswer] = {}
 
-    def groups(self) -> list[cluster.NodeGroup]:
+    def groups(self, clusters: str = "") -> list[cluster.NodeGroup]:
         """Return `node_groups`.
+
+        Args:
+            clusters: value of --clusters. Slurm chooses among several, so that nothing is known about the nodes.
 
         Raises:
             NoAnswer: the controller does not answer.
         """
-        if self._found is None:
+        if clusters not in self._found:
             try:
-                self._found = node_groups()
+                self._found[clusters] = node_groups(here(os.environ, clusters)) if is_single(clusters) else []
             except NoAnswer as error:
-                self._found = error
-        if isinstance(self._found, NoAnswer):
-            raise self._found
-        return self._found
+                self._found[clusters] = error
+        found = self._found[clusters]
+        if isinstance(found, NoAnswer):
+            raise found
+        return found
 
 
-def partitions() -> list[cluster.Partition]:
+def node_address(name: str) -> str | None:
+    """Return the address by which Slurm reaches a node (NodeAddr), or None if it cannot be asked."""
+    try:
+        text = _output(["scontrol", "show", "node", "-o", name], time.monotonic() + LOOK_S, here(os.environ, ""))
+    except NoAnswer:
+        return None
+    match = re.search(r"^NodeName=\S+ .*?\bNodeAddr=(\S+)", text, re.MULTILINE)
+    return match[1] if match else None
+
+
+def partitions(place: Place | None = None) -> list[cluster.Partition]:
     """Return every partition of the cluster, including hidden ones.
 
     Raises:
         NoAnswer: Slurm cannot be reached.
     """
-    return cluster.read_partitions(_checked_output(["scontrol", "show", "partition", "-o", "-a"]))
+    return cluster.read_partitions(_checked_output(["scontrol", "show", "partition", "-o", "-a"], place))
 
 
-def configuration() -> tuple[dict[str, str], dict[str, bool]]:
+def runs_jobs_here() -> bool:
+    """Return whether this machine is a node, on which slurmd runs; false if Slurm does not answer."""
+    try:
+        result = _run(["scontrol", "show", "slurmd"], time.monotonic() + LOOK_S)
+    except NoAnswer:
+        return False
+    return result is not None and result.returncode == 0
+
+
+def configuration(place: Place | None = None) -> tuple[dict[str, str], dict[str, bool]]:
     """Return Slurm's settings and its controllers: host -> whether it is up.
 
     Raises:
         NoAnswer: Slurm cannot be reached.
     """
-    text = _checked_output(["scontrol", "show", "config"])
+    text = _checked_output(["scontrol", "show", "config"], place)
     return cluster.read_config(text), cluster.read_controllers(text)
 
 
@@ -204,7 +233,12 @@ def associations(name: str) -> list[cluster.Association]:
     Raises:
         NoAnswer: the accounting database cannot be reached.
     """
-    user = f"user={pwd.getpwuid(os.getuid()).pw_name}"
+    try:
+        user = f"user={pwd.getpwuid(os.getuid()).pw_name}"
+    except KeyError:
+        raise NoAnswer(
+            f"user id {os.getuid()} has no name on this machine, by which accounting lists accounts"
+        ) from None
     show = ["sacctmgr", "-nP", "show", "assoc", user, f"format={cluster.ASSOCIATION_COLUMNS}"]
     return cluster.read_associations(_checked_output(show), name)
 
@@ -215,7 +249,7 @@ def has_pyxis() -> bool:
     Raises:
         NoAnswer: srun takes too long.
     """
-    return "--container-image" in _output(["srun", "--help"])
+    return "--container-image" in _output(["srun", "--help"], place=here(os.environ, ""))
 
 
 _SACCT = ["sacct", "-X", "-n", "-P", "--duplicates", "-o", "JobID,State,ExitCode,NodeList,Reason", "-j"]
@@ -234,53 +268,59 @@ _SQUEUE = [
 _SILENT_ACCOUNTS = "Slurm does not answer: the controller has forgotten the job, and sacct took too long"
 
 
-def _recorded(job_ids: str, within_s: float) -> str | None:
+def _recorded(job_ids: str, within_s: float, place: Place | None) -> str | None:
     """Return the output of sacct; None if the database needs more than half of the time."""
     try:
-        return _output([*_SACCT, job_ids], time.monotonic() + within_s / 2)
+        return _output([*_SACCT, job_ids], time.monotonic() + within_s / 2, place)
     except NoAnswer:
         return None
 
 
-def _scontrol(job_id: str, deadline: float) -> JobState | None:
-    return read_scontrol(_asked(["scontrol", "show", "job", "-o", job_id], deadline))
+def _scontrol(job_id: str, deadline: float, place: Place | None) -> JobState | None:
+    return read_scontrol(_asked(["scontrol", "show", "job", "-o", job_id], deadline, place))
 
 
-def _is_queued(job_id: str, deadline: float) -> bool:
-    return bool(_asked(["squeue", "-h", "-o", "%i", "-j", job_id], deadline).strip())
+def _is_queued(job_id: str, deadline: float, place: Place | None) -> bool:
+    text = _asked(["squeue", "-h", "-o", "%i", "-j", job_id], deadline, place)
+    return re.search(r"^\d", text, re.MULTILINE) is not None
 
 
-def _asked(argv: list[str], deadline: float) -> str:
+def _asked(argv: list[str], deadline: float, place: Place | None) -> str:
     """Return what the controller answers about jobs; an empty text if it has no record of them.
 
     Raises:
         NoAnswer: it does not answer.
     """
-    result = _run(argv, deadline)
+    result = _run(argv, deadline, place)
     if result is None or (result.returncode and "Invalid job id" not in result.stderr):
         raise NoAnswer(f"Slurm does not answer: {_message(result)}")
     return result.stdout
 
 
-def _output(argv: list[str], deadline: float | None = None) -> str:
+def _output(argv: list[str], deadline: float | None = None, place: Place | None = None) -> str:
     """Return the standard output, or an empty text if the program is missing or fails."""
-    result = _run(argv, deadline)
+    result = _run(argv, deadline, place)
     return result.stdout if result is not None and result.returncode == 0 else ""
 
 
-def _checked_output(argv: list[str]) -> str:
-    result = _run(argv)
+def _checked_output(argv: list[str], place: Place | None = None) -> str:
+    result = _run(argv, place=place)
     if result is None or result.returncode:
         raise NoAnswer(f"{' '.join(argv[:3])}: {_message(result)}")
     return result.stdout
 
 
-def _run(argv: list[str], deadline: float | None = None) -> subprocess.CompletedProcess[str] | None:
-    """Run a command until a deadline (`time.monotonic()`). Returns None if there is no such program."""
-    environ = {**os.environ, "SLURM_BITSTR_LEN": "0"}  # never `12_[1,3,...]` (sacct's manual page)
+def _run(
+    argv: list[str], deadline: float | None = None, place: Place | None = None
+) -> subprocess.CompletedProcess[str] | None:
+    """Run a program of Slurm until a deadline (`time.monotonic()`). Returns None if there is no such program."""
+    place = place or here(os.environ)
+    command = [argv[0], *place.words(argv[0]), *argv[1:]]
     timeout = TIMEOUT_S if deadline is None else max(_LEAST_S, deadline - time.monotonic())
     try:
-        return subprocess.run(argv, env=environ, capture_output=True, text=True, timeout=timeout, check=False)
+        return subprocess.run(
+            command, env=place.environment(os.environ), capture_output=True, text=True, timeout=timeout, check=False
+        )
     except FileNotFoundError:
         return None
     except subprocess.TimeoutExpired as error:

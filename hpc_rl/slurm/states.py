@@ -9,6 +9,27 @@ from dataclasses import dataclass
 
 from hpc_rl.slurm.allocation import expand_hostlist
 
+NOT_STARTED = "Slurm could not start the job's script: usually its log or its folder cannot be opened on the node"
+NEVER = {
+    "PartitionNodeLimit": "it requests more or fewer nodes than its partition allows: change --nodes or --partition",
+    "PartitionTimeLimit": "its walltime exceeds the limit of its partition: lower --time",
+    "BadConstraints": "no node can satisfy what it requests: change its nodes, GPUs, memory or constraint",
+    "DependencyNeverSatisfied": "a job that it waits for did not complete: requeue that one, and submit this one again",
+    "JobHeldUser": "it is held: scontrol release JOB",
+    "JobHeldAdmin": "an administrator holds it: ask them",
+    "AccountNotAllowed": "its account may not use the partition: change --account or --partition",
+    "InvalidAccount": "its account does not exist: change --account",
+    "QOSNotAllowed": "its quality of service is not allowed in the partition: change --qos or --partition",
+    "InvalidQOS": "its quality of service does not exist: change --qos",
+    "PartitionInactive": "its partition is inactive: change --partition",
+    "ReservationDeleted": "its reservation does not exist any more: leave it out",
+    "launch failed requeued held": "it failed to start and is held: look at its nodes, then scontrol release JOB",
+    "JobHoldMaxRequeue": "it was queued again too often and is held: scontrol release JOB",
+}
+"""Reasons of waiting jobs that time does not change -> what to do (squeue(1), JOB REASON CODES)."""
+_PER_JOB = re.compile(r"(Assoc|QOS|QoS)(Max\w+PerJob\w*|MaxWall\w+|Min\w+)")
+"""Limits of a single job, which it exceeds however long it waits."""
+
 ENDED = frozenset(
     {
         "BOOT_FAIL",
@@ -40,6 +61,8 @@ class JobState:
     """As a shell shows it: 128 + n if signal n ended the job. None before the end."""
     stdout: str = ""
     """Path of the job's log, if Slurm reports it."""
+    cancelled_by: int | None = None
+    """Id of the user who cancelled the job, if accounting reports it."""
     expected_start: str = ""
     """Slurm's estimate for a pending job, ISO 8601 in the controller's time zone; empty if it has none."""
 
@@ -62,7 +85,9 @@ def sacct_states(text: str) -> dict[str, JobState]:
         if len(fields) == 5:
             state = plain_state(fields[1])
             exit_code = exit_code_of(fields[2]) if state in ENDED else None
-            one = JobState(state, _nodes(fields[3]), _reason(fields[4]), exit_code)
+            by = re.fullmatch(r"CANCELLED by (\d+)", fields[1])
+            user = int(by[1]) if by else None
+            one = JobState(state, _nodes(fields[3]), _reason(fields[4], fields[2]), exit_code, cancelled_by=user)
             found |= dict.fromkeys(_array_tasks(fields[0]), one)
     return found
 
@@ -96,7 +121,9 @@ def newer(recorded: JobState | None, queued: JobState | None) -> JobState | None
 
 def read_scontrol(text: str) -> JobState | None:
     """Parse `scontrol show job -o ID`, which Slurm keeps for MinJobAge (300 s) after the end."""
-    fields = dict(re.findall(r"(?:^|\s)(JobState|NodeList|Reason|ExitCode|StdOut)=(.*?)(?=\s+[A-Za-z/:]+=|\s*$)", text))
+    keys = list(re.finditer(r"(?:^|\s)([A-Za-z/:]+)=", text))
+    ends = [key.start() for key in keys[1:]] + [len(text)]
+    fields = {key[1]: text[key.end() : end].strip() for key, end in zip(keys, ends, strict=False)}
     if "JobState" not in fields:
         return None
     state = plain_state(fields["JobState"])
@@ -104,7 +131,7 @@ def read_scontrol(text: str) -> JobState | None:
     return JobState(
         state,
         _nodes(fields.get("NodeList", "")),
-        _reason(fields.get("Reason", "")),
+        _reason(fields.get("Reason", ""), fields.get("ExitCode", "")),
         exit_code,
         fields.get("StdOut", ""),
     )
@@ -117,7 +144,7 @@ def run_dir_of_script(text: str, variable: str, environ: Mapping[str, str]) -> s
         ValueError: only bash could determine the value (a command substitution, or a variable that is not set here).
     """
     for line in text.splitlines():
-        match = re.match(rf"\s*(?:export\s+)?{variable}=(\S.*)", line)
+        match = re.match(rf"\s*(?:export\s+)?{variable}=(\S.{{0,9999}})", line)
         if not match:
             continue
         if match[1].startswith("$'"):
@@ -131,6 +158,15 @@ def run_dir_of_script(text: str, variable: str, environ: Mapping[str, str]) -> s
         if re.search(r"[$`]", value):
             raise ValueError(f"{variable}={match[1]}")
         return value
+    return None
+
+
+def never_starts(reason: str) -> str | None:
+    """Return why a job with this reason waits for ever, and what to do; None if it may start."""
+    if reason in NEVER:
+        return NEVER[reason]
+    if _PER_JOB.fullmatch(reason):
+        return "it exceeds a limit for single jobs of your account or quality of service: request less, or change --qos"
     return None
 
 
@@ -154,13 +190,20 @@ def _time(text: str) -> str:
     return text if re.match(r"\d{4}-\d\d-\d\dT", text) else ""
 
 
-def _reason(text: str) -> str:
+def _reason(text: str, code: str = "") -> str:
+    if code.endswith(":53"):  # Slurm then has the reason RaisedSignal:53(Real-time_signal_19)
+        return NOT_STARTED
     return "" if text in ("None", "(null)") else text
 
 
 def exit_code_of(text: str) -> int | None:
-    """Parse Slurm's `code:signal`."""
+    """Parse Slurm's `code:signal`. A number that is no signal is one of Slurm's own: the job failed with 1."""
     match = re.fullmatch(r"(\d+):(\d+)", text)
     if not match:
         return None
-    return 128 + int(match[2]) if int(match[2]) else int(match[1])
+    number = int(match[2])
+    return int(match[1]) if not number else 128 + number if _is_signal(number) else 1
+
+
+def _is_signal(number: int) -> bool:
+    return number < 32  # Slurm uses real-time signals and higher numbers for its own failures: 53, 125

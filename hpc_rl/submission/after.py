@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,8 +12,9 @@ from hpc_rl.errors import UserError
 from hpc_rl.host.files import read_json
 from hpc_rl.run_dir import RunDir
 from hpc_rl.runs.run_sets import find_run_set
-from hpc_rl.runs.status import NOT_SUBMITTED, UNKNOWN, find_run, in_slurm, statuses_of
+from hpc_rl.runs.status import NOT_SUBMITTED, UNKNOWN, find_run, in_slurm, place_of, statuses_of
 from hpc_rl.slurm import commands
+from hpc_rl.slurm.place import Place, here
 
 COMPLETED = "COMPLETED"
 
@@ -27,6 +29,8 @@ class After:
     """Slurm jobs to wait for; empty if all of them have completed already."""
     coming: frozenset[Path] = frozenset()
     """Files and folders that exist once they have completed, such as an exported model."""
+    place: Place | None = None
+    """The cluster of the jobs to wait for, which has to be that of the new job."""
 
     @property
     def sbatch_options(self) -> list[str]:
@@ -43,8 +47,9 @@ def afterok(job_ids: Sequence[str]) -> list[str]:
 
 
 def is_coming(path: str, coming: frozenset[Path]) -> bool:
-    """Return whether an earlier job writes this file or folder, which does not exist yet."""
-    return Path(path).absolute() in coming and not Path(path).exists()
+    """Return whether this file or folder, or one above it, is coming, and does not exist here yet."""
+    place = Path(path).absolute()
+    return not coming.isdisjoint([place, *place.parents]) and not place.exists()
 
 
 def find_after(target: str) -> After:
@@ -78,7 +83,7 @@ def _has_started(run: RunDir) -> bool:
 
 
 def _after_runs(target: str, path: Path, found: list[RunDir]) -> After:
-    waited = []
+    waited, places = [], set()
     for run, now in zip(found, statuses_of(found), strict=True):
         if now.state == NOT_SUBMITTED or (now.active and not in_slurm(run)):
             raise UserError(f"--after {target}: run {now.run} has no Slurm job")
@@ -91,10 +96,14 @@ def _after_runs(target: str, path: Path, found: list[RunDir]) -> After:
             )
         if now.active:
             waited.append(str(now.job_id))
-    return After(str(path), tuple(waited), frozenset(result for run in found for result in _results_of(run)))
+            places.add(place_of(run))
+    if len(places) > 1:
+        raise UserError(f"--after {target}: its jobs are in several clusters, and a job can wait for those of one only")
+    coming = frozenset(result for run in found for result in results_of(run))
+    return After(str(path), tuple(waited), coming, next(iter(places), None))
 
 
-def _results_of(run: RunDir) -> set[Path]:
+def results_of(run: RunDir) -> set[Path]:
     """Return the files and folders that a run writes for others. The user's own program may write model/."""
     row = KINDS.get(str(read_json(run.job).get("kind")))
     if row is None or row.result is None:
@@ -103,14 +112,17 @@ def _results_of(run: RunDir) -> set[Path]:
 
 
 def _after_job(job_id: str) -> After:
+    place = here(os.environ)
     if not commands.available():  # the script is rendered here and submitted on another machine
         return After(job_id, (job_id,))
     try:
-        state = commands.job_state(job_id)
+        state = commands.job_state(job_id, place=place)
     except commands.NoAnswer as error:
         raise UserError(f"--after {job_id}: {error}") from error
     if state is None:
-        raise UserError(f"--after {job_id}: Slurm has no such job")
+        raise UserError(
+            f"--after {job_id}: Slurm has no record of this job, which without accounting is so minutes after its end"
+        )
     if state.ended and state.state != COMPLETED:
         raise UserError(f"--after {job_id}: this job is {state.state}, so a job after it would never start")
-    return After(job_id, () if state.ended else (job_id,))
+    return After(job_id, () if state.ended else (job_id,), place=None if state.ended else place)

@@ -10,6 +10,8 @@ from hpc_rl.config.kinds import trained
 from hpc_rl.config.training import TrainingConfig
 from hpc_rl.errors import UserError
 from hpc_rl.run_dir import RunDir
+from hpc_rl.runs.control import cancel_ids
+from hpc_rl.runs.status import place_of
 from hpc_rl.slurm import commands
 from hpc_rl.submission import queue
 from hpc_rl.submission.after import After
@@ -87,7 +89,7 @@ def submit(stages: Sequence[Stage]) -> list[tuple[Job, str]]:
     finally:
         if len(submitted) < len(stages):
             if submitted:
-                commands.cancel(*(job_id for _, job_id in submitted))
+                cancel_ids([(job_id, job.run_dir) for job, job_id in submitted])
             for path in made:
                 if path.exists():
                     queue.remove(path)
@@ -107,7 +109,8 @@ def _planned(request: Request, before: Sequence[Job], nodes: commands.NodeListin
 def _on_model_of(job: Job, before: RunDir, job_ids: tuple[str, ...]) -> Job:
     """Let a job start after the stage with this run directory, and train its model."""
     config = job.config.updated("model.path", str(before.model))
-    return replace(job, config=config, after=After(str(before.path), job_ids, frozenset({before.model})))
+    place = place_of(before) if job_ids else None
+    return replace(job, config=config, after=After(str(before.path), job_ids, frozenset({before.model}), place))
 
 
 def _check_stage(number: int, request: Request) -> None:

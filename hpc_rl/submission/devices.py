@@ -78,7 +78,7 @@ class Devices:
         is_too_small = isinstance(stated, int) and 0 < stated < wanted
         if isinstance(stated, int) and not _leaves_cpus_open(slurm) and not is_too_small:
             return stated, {}
-        group = _usual_node(self.nodes, str(slurm.get("partition") or ""), slurm.get("gpu_type"), wanted)
+        group = _usual_node(self.nodes, slurm, wanted)
         if is_too_small and group is not None and group.all_gpus >= wanted:
             shape = {"gpus": group.all_gpus, "cpus": group.cpus, "mem_mb": group.memory_mb}
             described = {key: size for key, size in shape.items() if _table(slurm, "node").get(key)}
@@ -111,7 +111,7 @@ def _names_gpus(slurm: Mapping[str, Any]) -> bool:
     return bool(slurm.get("gpu_type")) or any(re.search(r"[gnx]pu", str(word)) for word in (*own, own.get("gres")))
 
 
-def _usual_node(nodes: commands.NodeListing, partition: str, gpu_type: Any, wanted: int) -> NodeGroup | None:
+def _usual_node(nodes: commands.NodeListing, slurm: Mapping[str, Any], wanted: int) -> NodeGroup | None:
     """Return the most frequent kind of node in a partition, of those with enough GPUs if there are any.
 
     Returns:
@@ -119,8 +119,9 @@ def _usual_node(nodes: commands.NodeListing, partition: str, gpu_type: Any, want
     """
     if not commands.available():
         return None
+    partition, gpu_type = str(slurm.get("partition") or ""), slurm.get("gpu_type")
     try:
-        groups = nodes.groups()
+        groups = nodes.groups(str(_table(slurm, "sbatch").get("clusters") or ""))
     except commands.NoAnswer:
         return None
     names = partition.split(",") if partition else [group.partition for group in groups if group.is_default]

@@ -11,6 +11,8 @@ import re
 import shlex
 from collections.abc import Mapping
 
+from hpc_rl.slurm.place import CLUSTERS
+
 _PREFIX = "SBATCH_"
 _IRREGULAR = {
     "ARRAY_INX": "array",
@@ -34,7 +36,7 @@ _REGULAR = (
 """Other variables, which are named after their option, without SBATCH_."""
 _SHORT = {
     "A": "account", "a": "array", "C": "constraint", "c": "cpus-per-task", "e": "error", "G": "gpus", "J": "job-name",
-    "N": "nodes", "n": "ntasks", "o": "output", "p": "partition", "q": "qos", "t": "time",
+    "M": "clusters", "N": "nodes", "n": "ntasks", "o": "output", "p": "partition", "q": "qos", "t": "time",
 }  # fmt: skip
 _RIVALS = (
     {"mem", "mem-per-cpu", "mem-per-gpu"},
@@ -63,6 +65,20 @@ def option_of(directive: str) -> str:
     if not match:
         return directive
     return match[1] or _SHORT.get(match[2], match[2])
+
+
+def clusters_of(script: str) -> str:
+    """Return the value of --clusters in the #SBATCH lines; empty without one."""
+    found = ""
+    for line in directives(script):
+        words = iter(_words(line))
+        for word in words:
+            option, equals, value = word.partition("=")
+            if option == "--clusters" or word == "-M":
+                found = value if equals else next(words, "")
+            elif re.match(r"-M[^-]", word):
+                found = word[2:]
+    return found
 
 
 def overruled(environ: Mapping[str, str], script: str) -> dict[str, str]:
@@ -100,13 +116,18 @@ def _variables(environ: Mapping[str, str]) -> dict[str, str]:
     """Return the variables of sbatch in an environment -> the option that each of them sets."""
     options = _IRREGULAR | {word: word.lower().replace("_", "-") for word in _REGULAR}
     rest = {name: name.removeprefix(_PREFIX) for name in sorted(environ) if name.startswith(_PREFIX)}
-    return {name: options[word] for name, word in rest.items() if word in options}
+    found = {name: options[word] for name, word in rest.items() if word in options}
+    chosen = next((name for name in CLUSTERS if environ.get(name)), None)
+    return found | ({chosen: "clusters"} if chosen else {})
 
 
 def _written(directive: str) -> str:
     """Return the option and the value of a #SBATCH line, without quotes."""
+    return " ".join(_words(directive))
+
+
+def _words(directive: str) -> list[str]:
     try:
-        words = shlex.split(directive.removeprefix("#SBATCH"), comments=True)
+        return shlex.split(directive.removeprefix("#SBATCH"), comments=True)
     except ValueError:  # a quote that is not closed, in an edited script
-        words = directive.removeprefix("#SBATCH").split()
-    return " ".join(words)
+        return directive.removeprefix("#SBATCH").split()

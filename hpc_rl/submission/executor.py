@@ -11,7 +11,8 @@ import io
 import os
 import re
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,8 @@ from submitit.slurm.slurm import SlurmExecutor, SlurmInfoWatcher, SlurmJob
 from hpc_rl.errors import UserError
 from hpc_rl.host.search_path import without_empty_entries
 from hpc_rl.slurm import commands
-from hpc_rl.submission.directives import overruled
+from hpc_rl.slurm.place import CLUSTERS, Place, changed_words, here, is_single
+from hpc_rl.submission.directives import clusters_of, overruled
 
 SUBMIT_TIMEOUT_S = 120
 """A site's submit plugin may be slow, and an interrupted submission may still have been accepted."""
@@ -29,6 +31,10 @@ SUBMIT_TIMEOUT_S = 120
 
 _NOT_RUN = (124, 126, 127)
 """Exit codes of timeout(1): the time is over, or the program cannot be executed, or is missing."""
+
+
+_ANSWER = re.compile(r"(?:(\d+)|Submitted batch job (\d+))(?:(?:;| on cluster )(\S+))?")
+"""sbatch's answer, with --parsable or without it (sbatch(1))."""
 
 
 _UNREACHABLE = re.compile("Unable to contact slurm controller|establish a configuration source", re.IGNORECASE)
@@ -63,14 +69,18 @@ class ScriptExecutor(SlurmExecutor):
         folder: existing folder for the script during the submission. Slurm copies the script, so the folder may be
             temporary.
         options: further options of sbatch; they take precedence over those in the script.
+        place: the cluster that the job has to be in; None for the one that script and environment ask for.
     """
 
     job_class = ScriptJob
 
-    def __init__(self, folder: Path, script: str, options: Sequence[str] = ()) -> None:
+    def __init__(self, folder: Path, script: str, options: Sequence[str] = (), place: Place | None = None) -> None:
         super().__init__(folder)
         self._script = script
         self._options = options
+        self._asked = place or place_for(script, os.environ)
+        self.place = self._asked
+        """Where the job is, after the submission."""
 
     def submit_script(self) -> ScriptJob:
         """Submit the script with sbatch.
@@ -97,7 +107,15 @@ class ScriptExecutor(SlurmExecutor):
         return self._script
 
     def _make_submission_command(self, submission_file_path: Path) -> list[str]:
-        return [*_sbatch(self._script, SUBMIT_TIMEOUT_S), *self._options, str(submission_file_path)]
+        command = _sbatch(self._script, self._asked, SUBMIT_TIMEOUT_S)
+        return [*command, "--parsable", *self._options, str(submission_file_path)]
+
+    def _get_job_id_from_submission_command(self, string: str | bytes) -> str:  # type: ignore[override]
+        job_id, cluster = submitted(string if isinstance(string, str) else string.decode(errors="replace"))
+        self.place = replace(
+            self._asked, cluster=cluster or (self._asked.cluster if is_single(self._asked.cluster) else "")
+        )
+        return job_id
 
     def _num_tasks(self) -> int:
         return 1
@@ -109,20 +127,49 @@ def refusal(script: str) -> str | None:
     Raises:
         NoAnswer: sbatch is missing, or takes too long.
     """
-    command = [*_sbatch(script, commands.TIMEOUT_S), "--test-only"]
+    command = [*_sbatch(script, place_for(script, os.environ), commands.TIMEOUT_S), "--test-only"]
     done = subprocess.run(command, input=script, capture_output=True, text=True, check=False)
     if done.returncode in _NOT_RUN:
         raise commands.NoAnswer(f"sbatch --test-only does not answer within {commands.TIMEOUT_S} s, or is missing")
     return refused_because(done.stderr) if done.returncode else None
 
 
-def _sbatch(script: str, timeout_s: int) -> list[str]:
-    """Return the beginning of a command that calls sbatch with the variables that this script leaves open."""
-    # Inside an allocation, its SLURM_* variables would become options of the new job and contradict the script.
-    inherited = [name for name in os.environ if name.startswith("SLURM_") and name != "SLURM_CONF"]
-    clean = [word for name in [*inherited, *overruled(os.environ, script)] for word in ("-u", name)]
-    lists = [f"{name}={value}" for name, value in without_empty_entries(os.environ).items()]
-    return ["env", *clean, *lists, "timeout", str(timeout_s), "sbatch"]
+def place_for(script: str, environ: Mapping[str, str]) -> Place:
+    """Return the place that a script and the environment ask for; the script takes precedence."""
+    return here(environ, clusters_of(script) or None)
+
+
+def _sbatch(script: str, place: Place, timeout_s: int) -> list[str]:
+    """Return the beginning of a command that calls sbatch with the variables that this script leaves open.
+
+    The cluster is an option, because variables of this shell may name another one.
+    """
+    wanted = {**place.environment(os.environ), **without_empty_entries(os.environ)}
+    for name in (*overruled(os.environ, script), *CLUSTERS):
+        wanted.pop(name, None)
+    return ["env", *changed_words(os.environ, wanted), "timeout", str(timeout_s), "sbatch", *place.words("sbatch")]
+
+
+def submitted(stdout: str) -> tuple[str, str]:
+    """Return the job id and the cluster that sbatch --parsable prints; the cluster is empty for the local one.
+
+    A wrapper of a site may print other lines, or leave out --parsable.
+
+    Raises:
+        UserError: no line is sbatch's answer, or several lines with different answers could be.
+    """
+    found = {
+        (match[1] or match[2], match[3] or "")
+        for line in stdout.splitlines()
+        if (match := _ANSWER.fullmatch(line.strip()))
+    }
+    if len(found) != 1:
+        shown = "; ".join(line.strip() for line in stdout.splitlines() if line.strip())[-300:]
+        raise UserError(
+            f"sbatch accepted the job, but its output does not state one job id: {shown or 'it is empty'}. Nothing was "
+            "cancelled: find the job with squeue --me, and end it with scancel before you submit again"
+        )
+    return found.pop()
 
 
 def refused_because(stderr: str) -> str:

@@ -58,7 +58,7 @@ def run_in_allocation(job: Job, script: str, on_poll: Callable[[], None]) -> int
         job.run_dir.stop.unlink(missing_ok=True)
         queue.prepare(job, script)
         owner = {"host": os.uname().nodename, "pid": os.getpid(), "start_time": process_start_time(os.getpid())}
-        queue.record(job, job_id, **owner, nodes=environ.get("SLURM_JOB_NODELIST", ""))
+        queue.record(job, job_id, None, **owner, nodes=environ.get("SLURM_JOB_NODELIST", ""))
     adopt_orphans()
     interrupts = count_interrupts(job)
     with job_log(job.run_dir, job_id).open("ab") as log:

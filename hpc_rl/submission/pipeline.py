@@ -20,15 +20,17 @@ from hpc_rl.config.tree import read_options
 from hpc_rl.errors import UserError
 from hpc_rl.host.files import write_atomically
 from hpc_rl.run_dir import submitting
+from hpc_rl.runs.control import cancel_ids
 from hpc_rl.runs.run_sets import PipelineDir
-from hpc_rl.runs.status import ROOT, is_pipeline, status_of
+from hpc_rl.runs.status import ROOT, is_pipeline, place_of, status_of
 from hpc_rl.slurm import commands
 from hpc_rl.submission import queue
 from hpc_rl.submission.after import COMPLETED, After
 from hpc_rl.submission.job import Job
-from hpc_rl.submission.launch import changes, notes_on
+from hpc_rl.submission.launch import notes_on
 from hpc_rl.submission.request import Request, free_name
 from hpc_rl.submission.request import plan as plan_job
+from hpc_rl.submission.resuming import changes
 from hpc_rl.submission.script import render
 from hpc_rl.submission.stages import check_models, check_responses
 from hpc_rl.tracking.recorded import STAGE
@@ -120,12 +122,13 @@ def submit(planned: Plan) -> list[str]:
             prepare(planned)
             for job, script in zip(planned.jobs, planned.scripts, strict=True):
                 if job_ids and job.after:
-                    job = replace(job, after=replace(job.after, job_ids=(job_ids[-1],)))
+                    place = place_of(planned.jobs[0].run_dir)
+                    job = replace(job, after=replace(job.after, job_ids=(job_ids[-1],), place=place))
                 job_ids.append(queue.submit(job, script))
     finally:
         if len(job_ids) < len(planned.jobs):
             if job_ids:
-                commands.cancel(*job_ids)
+                cancel_ids((job_id, planned.jobs[0].run_dir) for job_id in job_ids)
             queue.remove(folder.path)
     return job_ids
 
@@ -175,7 +178,7 @@ def _check_completed(job: Job) -> None:
         return
     before = read_options(job.run_dir.config)
     old = [key for key in before if not key.startswith("slurm.")]
-    if changed := [line for line in changes(before, job) if line.partition(": ")[0] in old]:
+    if changed := [f"{key}: {text}" for key, text in changes(before, job).items() if key in old]:
         raise UserError(
             f"stage {job.run_dir.name} has completed with other settings ({'; '.join(changed)}): give the same ones to "
             "continue, or start again with another --job-name"

@@ -9,6 +9,7 @@ import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 from hpc_rl.errors import UserError
@@ -21,7 +22,11 @@ from hpc_rl.runs import control
 from hpc_rl.runs.folders import remember
 from hpc_rl.runs.status import ROOT, is_run
 from hpc_rl.slurm import commands
+from hpc_rl.slurm.place import Place
+from hpc_rl.submission.after import After
+from hpc_rl.submission.directives import clusters_of
 from hpc_rl.submission.job import Job
+from hpc_rl.submission.script import support_text
 
 GIT_MAX_BYTES = 1_000_000
 
@@ -91,6 +96,7 @@ def prepare(job: Job, script: str, code: str | None = None) -> None:
     if job.config.slurm.group is not None:
         share(job.run_dir.path, job.config.slurm.group)
     write_atomically(job.run_dir.script, script, forbidden=0o022)
+    write_atomically(job.run_dir.support, support_text(), forbidden=0o022)
     write_atomically(job.run_dir.git, git_snapshot(job.working_dir) if code is None else code)
 
 
@@ -108,14 +114,20 @@ def share(folder: Path, group: str) -> None:
         raise UserError(f"slurm.group {group}: {reason}; choose a group that `id` lists for you") from error
 
 
-def record(job: Job, job_id: str, **more: object) -> None:
-    """Write job.json, and remember where the run is."""
+def record(job: Job, job_id: str, place: Place | None = None, **more: object) -> None:
+    """Write job.json, and remember where the run is.
+
+    Args:
+        place: the cluster of the job, if Slurm has queued it.
+    """
     facts = {
         "job_id": job_id,
+        **({} if place is None else {"place": place.record()}),
         "kind": job.kind,
         "submitted": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
         "command": list(job.command),
         "working_dir": str(job.working_dir),
+        "data": job.data_state,
         **job.facts,
         **more,
     }
@@ -123,9 +135,15 @@ def record(job: Job, job_id: str, **more: object) -> None:
     remember(job.run_dir.path.parent)
 
 
-def record_again(run: RunDir, job_id: str) -> None:
-    """Update job.json of a run that was submitted again unchanged."""
-    write_job(run, {**read_json(run.job), "job_id": job_id, "submitted": time.strftime("%Y-%m-%dT%H:%M:%S%z")})
+def record_again(run: RunDir, queued: Queued, task: int | None = None) -> None:
+    """Update job.json of a run that was submitted again unchanged.
+
+    Args:
+        task: the number of the run's task in an array.
+    """
+    job_id = queued.job_id if task is None else f"{queued.job_id}_{task}"
+    again = {"job_id": job_id, "place": queued.place.record(), "submitted": time.strftime("%Y-%m-%dT%H:%M:%S%z")}
+    write_job(run, {**read_json(run.job), **again})
 
 
 def write_job(run: RunDir, facts: Mapping[str, object]) -> None:
@@ -154,35 +172,81 @@ def submit(job: Job, script: str) -> str:
     """
     with reserved(job) as is_new:
         job.run_dir.stop.unlink(missing_ok=True)  # written for an earlier job
-        job_id = None
+        queued = None
         try:
             prepare(job, script)
-            job_id = queue(script, job.after.sbatch_options if job.after else [])
+            queued = queue_after(script, job.after)
         finally:
-            if job_id is None and is_new:
+            if queued is None and is_new:
                 remove(job.run_dir.path)
-        record(job, job_id, **({"after": job.after.target} if job.after else {}))
-        return job_id
+        record(job, queued.job_id, queued.place, **({"after": job.after.target} if job.after else {}))
+        return queued.job_id
 
 
-def queue(script: str, options: Sequence[str] = ()) -> str:
-    """Submit a script with sbatch and return the job id.
+@dataclass(frozen=True)
+class Queued:
+    """A job that Slurm has accepted."""
+
+    job_id: str
+    place: Place
+    """The cluster that has it."""
+
+
+def queue_after(script: str, after: After | None, options: Sequence[str] = (), place: Place | None = None) -> Queued:
+    """Submit a script whose job waits for others; see `queue`.
+
+    Args:
+        place: as for `queue`. The jobs to wait for have to be in the same cluster.
+
+    Raises:
+        UserError: they are in another one, or sbatch refused.
+    """
+    if after is None:
+        return queue(script, options, place)
+    if place is not None and after.place is not None and place.cluster != after.place.cluster:
+        raise UserError(
+            f"the run is in {_named(place)}, and the jobs of {after.target}, which it waits for, are in "
+            f"{_named(after.place)}: a job can wait for jobs of its own cluster only"
+        )
+    return queue(script, [*options, *after.sbatch_options], place or after.place)
+
+
+def _named(place: Place) -> str:
+    return f"cluster {place.cluster}" if place.cluster else "the local cluster"
+
+
+def queue(script: str, options: Sequence[str] = (), place: Place | None = None) -> Queued:
+    """Submit a script with sbatch.
 
     Ctrl-C takes effect after sbatch has answered, which has a deadline: an interrupted submission may still have been
     accepted.
 
+    Args:
+        place: the cluster that the job has to be in, because its run or the jobs that it waits for are there. None for
+            the one that the script, or else the environment, asks for.
+
     Raises:
-        UserError: sbatch refused.
+        UserError: the script asks for other clusters, or sbatch refused.
         KeyboardInterrupt: the user pressed Ctrl-C, and the job was cancelled.
     """
     from hpc_rl.submission.executor import ScriptExecutor
 
+    asked = clusters_of(script)
+    if place is not None and asked not in ("", "all") and place.cluster not in asked.split(","):
+        raise UserError(
+            f"the job has --clusters={asked}, but its run, or the job that it waits for, is in {_named(place)}: leave "
+            "the option out, or submit it as a new run with another --job-name"
+        )
     with held_interrupts() as interrupted, tempfile.TemporaryDirectory() as folder:
-        job_id = ScriptExecutor(Path(folder), script, options).submit_script().job_id
+        try:
+            executor = ScriptExecutor(Path(folder), script, options, place)
+            queued = Queued(executor.submit_script().job_id, executor.place)
+        except commands.NoAnswer as error:
+            raise UserError(str(error)) from error
     if interrupted():
-        commands.cancel(job_id)
+        commands.cancel(queued.job_id, place=queued.place)
         raise KeyboardInterrupt
-    return job_id
+    return queued
 
 
 def remove(folder: Path) -> None:

@@ -12,9 +12,11 @@ from typing import Any
 from hpc_rl.config.compose import compose
 from hpc_rl.config.job import JobConfig
 from hpc_rl.config.kinds import KINDS
+from hpc_rl.config.references import expanded_path
 from hpc_rl.errors import UserError
 from hpc_rl.host.ownership import trust_group
 from hpc_rl.run_dir import ENV_RUN_DIR, RunDir
+from hpc_rl.runs.models import models_of_runs
 from hpc_rl.runs.status import ROOT
 from hpc_rl.sites.profile import load_profile
 from hpc_rl.slurm.commands import NodeListing
@@ -24,6 +26,8 @@ from hpc_rl.submission.after import find_after
 from hpc_rl.submission.devices import Devices
 from hpc_rl.submission.job import Job
 
+_PROGRAMS = ("hpc-rl", "__main__.py")
+"""File names of what runs as hpc-rl."""
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]*")
 
 
@@ -54,8 +58,11 @@ class Request:
     """Whether to submit a job that does not fit into the memory of its GPUs."""
     command: tuple[str, ...] = ()
     """The command line, for job.json."""
-    flags: tuple[str, ...] = ()
-    """Flags of the command line without a key, such as --dry-run, that a corrected command repeats."""
+
+    @property
+    def typed(self) -> tuple[str, ...]:
+        """The command as a user types it; empty if it was no command."""
+        return ("hpc-rl", *self.command[1:]) if self.command and Path(self.command[0]).name in _PROGRAMS else ()
 
 
 def plan(request: Request, taken: frozenset[str] = frozenset(), nodes: NodeListing | None = None) -> Job:
@@ -81,12 +88,13 @@ def plan(request: Request, taken: frozenset[str] = frozenset(), nodes: NodeListi
         )
     devices = Devices(request.local, nodes)
     on_test_partition = request.is_test and "slurm.partition" not in request.settings
-    fill_in = [*([_choose_test_partition] if on_test_partition else []), devices.fill_in]
+    models = models_of_runs(may_come=request.after is not None)
+    fill_in = [models, *([_choose_test_partition] if on_test_partition else []), devices.fill_in]
     for word in request.overrides:
         if word.startswith("slurm.group="):
             trust_group(word.partition("=")[2])
     site = load_profile(request.site).values
-    config = compose(request.kind, request.overrides, request.settings, site, fill_in, request.flags)
+    config = compose(request.kind, request.overrides, request.settings, site, fill_in, request.typed)
     return job_of(request, config, taken, devices)
 
 
@@ -110,12 +118,26 @@ def job_of(request: Request, config: JobConfig, taken: frozenset[str], devices: 
     stem, is_named = name or request.kind, request.run_dir is not None or name is not None
     if request.is_test:  # never in the run directory of the run that it tries
         stem, is_named, config = f"{stem}-test", False, config.updated("slurm.job_name", None)
-    path = request.run_dir or ROOT / (stem if is_named else free_name(stem, taken))
+    path = typed_run_dir(request) or ROOT / (stem if is_named else free_name(stem, taken))
     run_dir = RunDir(_possible(path.absolute()))
     return Job(
         request.kind, config, run_dir, Path.cwd(), request.program, after, request.command, is_named,
         nodes=devices.nodes, note=devices.note,
     )  # fmt: skip
+
+
+def typed_run_dir(request: Request) -> Path | None:
+    """Return the run directory that the user has chosen, with variables and `~` replaced as in the configuration.
+
+    Raises:
+        UserError: a variable is not set.
+    """
+    if request.run_dir is None:
+        return None
+    try:
+        return Path(expanded_path(request.run_dir))
+    except ValueError as error:
+        raise UserError(f"--run-dir: {error}") from error
 
 
 def reserve(job: Job) -> Job:

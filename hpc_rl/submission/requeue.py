@@ -8,17 +8,20 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from hpc_rl.errors import UserError
+from hpc_rl.host.disk import own_disk
 from hpc_rl.host.files import read_json
 from hpc_rl.host.ownership import open_own
 from hpc_rl.run_dir import REQUEUE, RunDir, submitting
 from hpc_rl.runs import control
 from hpc_rl.runs.run_sets import RunSet, SweepDir, run_of, run_set_in, states
-from hpc_rl.runs.status import STOPPED, RunStatus, in_slurm
+from hpc_rl.runs.status import STOPPED, RunStatus, in_slurm, place_of
 from hpc_rl.slurm import commands
+from hpc_rl.slurm.place import Place
 from hpc_rl.slurm.states import ENDED
 from hpc_rl.submission import queue
 from hpc_rl.submission.after import afterok, find_after_again
 from hpc_rl.submission.directives import environment_notes
+from hpc_rl.submission.resuming import check_again, start_of
 
 
 def requeue(run: RunDir) -> str:
@@ -51,14 +54,21 @@ def _requeue(run: RunDir) -> str:
         raise UserError(
             f"run {run.name} was not queued by Slurm: run the command that started it again, with --job-name {run.name}"
         )
+    if now.left_no_log and (place := own_disk(run.path)):
+        raise UserError(
+            f"job {now.job_id} of run {run.name} has failed without a log, and {run.path} is on {place}, which looks "
+            "like a disk of this machine alone: the next job would fail like that. Submit the run again with --run-dir "
+            f"on a file system that the nodes share, or with {_place(run)} if they see this one"
+        )
     after = find_after_again([run])
+    notes = check_again([run])
     run.stop.unlink(missing_ok=True)
-    job_id = queue.queue(script, after.sbatch_options if after else [])
-    queue.record_again(run, job_id)
+    queued = queue.queue_after(script, after, place=place_of(run))
+    queue.record_again(run, queued)
     queue.record_code([run])
     waits = f" after job {', '.join(after.job_ids)}" if after and after.job_ids else ""
-    submitted = f"submitted job {job_id}{waits}: run {run.name} will resume (previous state: {now.state})"
-    return "\n".join([submitted, *environment_notes(os.environ, run.script.read_text())])
+    submitted = f"submitted job {queued.job_id}{waits}: run {run.name} {start_of(run)} (previous state: {now.state})"
+    return "\n".join([submitted, *notes, *environment_notes(os.environ, run.script.read_text())])
 
 
 def refuse_edited_settings(run: RunDir) -> None:
@@ -147,20 +157,23 @@ def _requeue_pipeline(pipeline: RunSet) -> str:
     before, again = found[:first], [now for now in found[first:] if now.state != "COMPLETED"]
     _refuse_blocked(pipeline, before, again)
     scripts = [_script_of_stage(pipeline, now) for now in again]
+    check_again([run_of(now) for now in again], coming=pipeline.runs())
     after = None if before else find_after_again([run_of(found[0])])
     options = after.sbatch_options if after else afterok([str(now.job_id) for now in before[-1:] if now.active])
+    place = place_of(run_of(found[0]))
     waiting = [now for now in again if now.active]
     recorded = [read_json(run_of(now).job) for now in again]
     submitted: list[str] = []
     try:
         for now, script in zip(again, scripts, strict=True):
             run_of(now).stop.unlink(missing_ok=True)
-            submitted.append(queue.queue(script, afterok(submitted[-1:]) or options))
-            queue.record_again(run_of(now), submitted[-1])
+            queued = queue.queue(script, afterok(submitted[-1:]) or options, place)
+            submitted.append(queued.job_id)
+            queue.record_again(run_of(now), queued)
         if waiting:
-            _remove_from_queue(waiting)
+            _remove_from_queue(waiting, place)
     except BaseException as error:
-        _take_back(submitted, error)
+        _take_back(submitted, place, error)
         for now, job in zip(again, recorded, strict=True):
             queue.write_job(run_of(now), job)
         raise
@@ -171,7 +184,7 @@ def _requeue_pipeline(pipeline: RunSet) -> str:
     )
 
 
-def _remove_from_queue(waiting: Sequence[RunStatus]) -> None:
+def _remove_from_queue(waiting: Sequence[RunStatus], place: Place) -> None:
     """Cancel jobs that wait. Slurm may remove them first, because the job that they wait for has failed.
 
     Nothing is written into the run directories, whose newest job would be the old one then.
@@ -181,17 +194,17 @@ def _remove_from_queue(waiting: Sequence[RunStatus]) -> None:
     """
     job_ids = [str(now.job_id) for now in waiting]
     try:
-        commands.cancel(*job_ids)
+        commands.cancel(*job_ids, place=place)
     except UserError as error:
         try:
-            found = commands.job_states(job_ids)
+            found = commands.job_states(job_ids, place=place)
         except commands.NoAnswer:
             raise error from None
         if not all(state.ended for state in found.values()):
             raise
 
 
-def _take_back(submitted: Sequence[str], error: BaseException) -> None:
+def _take_back(submitted: Sequence[str], place: Place, error: BaseException) -> None:
     """Cancel the new jobs of stages after an error.
 
     Raises:
@@ -199,7 +212,7 @@ def _take_back(submitted: Sequence[str], error: BaseException) -> None:
     """
     try:
         if submitted:
-            commands.cancel(*submitted)
+            commands.cancel(*submitted, place=place)
     except UserError as refused:
         raise UserError(
             f"{str(error) or 'interrupted'}\njobs {', '.join(submitted)} were queued before that and are still there, "
@@ -262,18 +275,19 @@ def _requeue_sweep(sweep: SweepDir) -> str:
         run_of(now).check_owner()
         refuse_edited_settings(run_of(now))
         _own_script(run_of(now).script)
+    notes = check_again([run_of(now) for now in again.values()])
     limit = re.search(r"^#SBATCH --array=\S*?(%\d+)$", script, re.MULTILINE)
     after = find_after_again(sweep.runs())
     for now in again.values():
         run_of(now).stop.unlink(missing_ok=True)
     array = f"--array={','.join(map(str, again))}{limit[1] if limit else ''}"
-    job_id = queue.queue(script, [array, *(after.sbatch_options if after else [])])
+    queued = queue.queue_after(script, after, [array], place_of(sweep.run(1)))
     for number, now in again.items():
-        queue.record_again(run_of(now), f"{job_id}_{number}")
+        queue.record_again(run_of(now), queued, number)
     queue.record_code([run_of(now) for now in again.values()])
     before = states(again.values())
     submitted = (
-        f"submitted job {job_id}: {len(again)} of {len(found)} runs of sweep {sweep.name} will resume "
+        f"submitted job {queued.job_id}: {len(again)} of {len(found)} runs of sweep {sweep.name} are queued again "
         f"(previous states: {before})"
     )
-    return "\n".join([submitted, *environment_notes(os.environ, script)])
+    return "\n".join([submitted, *notes, *environment_notes(os.environ, script)])

@@ -13,6 +13,7 @@ from hpc_rl.config.compose import compose_each
 from hpc_rl.errors import UserError
 from hpc_rl.host.files import write_atomically
 from hpc_rl.run_dir import submitting
+from hpc_rl.runs.models import models_of_runs
 from hpc_rl.runs.run_sets import SweepDir
 from hpc_rl.runs.status import ROOT
 from hpc_rl.sites.profile import load_profile
@@ -23,7 +24,7 @@ from hpc_rl.submission.directives import directives, environment_notes, option_o
 from hpc_rl.submission.grid import Point, grid
 from hpc_rl.submission.job import Job
 from hpc_rl.submission.launch import notes_on
-from hpc_rl.submission.request import Request, free_name, job_of
+from hpc_rl.submission.request import Request, free_name, job_of, typed_run_dir
 from hpc_rl.submission.script import directive_word, fill, log_folder, render
 
 _OWN_OPTIONS = ("job-name", "output")
@@ -59,10 +60,13 @@ def plan(request: Request, max_parallel: int | None) -> Plan:
     devices = Devices()
     site = load_profile(request.site).values
     swept = [point.overrides for point in points]
-    configs = compose_each(request.kind, common, swept, request.settings, site, [devices.fill_in])
+    models = models_of_runs(may_come=request.after is not None)
+    configs = compose_each(
+        request.kind, common, swept, request.settings, site, [models, devices.fill_in], request.typed
+    )
     stem = free_name(f"{request.kind}-sweep")
     first = job_of(request, configs[0], frozenset(), devices)
-    sweep = SweepDir((request.run_dir or ROOT / (configs[0].slurm.job_name or stem)).absolute())
+    sweep = SweepDir((typed_run_dir(request) or ROOT / (configs[0].slurm.job_name or stem)).absolute())
     if sweep.path.exists():
         raise UserError(
             f"{sweep.path} exists: choose another --job-name, or resume it with hpc-rl requeue {sweep.name}"
@@ -114,7 +118,7 @@ def submit(planned: Plan) -> str:
 
 
 def _submit(planned: Plan) -> str:
-    sweep, after, job_id = planned.sweep, planned.jobs[0].after, None
+    sweep, after, queued = planned.sweep, planned.jobs[0].after, None
     try:
         if (group := planned.jobs[0].config.slurm.group) is not None:
             queue.share(sweep.path, group)
@@ -129,13 +133,14 @@ def _submit(planned: Plan) -> str:
             "points": [point.values for point in planned.points],
         }
         write_atomically(sweep.record, json.dumps(record, indent=2) + "\n")
-        job_id = queue.queue(planned.script, after.sbatch_options if after else [])
+        queued = queue.queue_after(planned.script, after)
     finally:
-        if job_id is None:
+        if queued is None:
             queue.remove(sweep.path)
     for number, job in enumerate(planned.jobs, 1):
-        queue.record(job, f"{job_id}_{number}", **({"after": after.target} if after else {}))
-    return job_id
+        waits = {"after": after.target} if after else {}
+        queue.record(job, f"{queued.job_id}_{number}", queued.place, **waits)
+    return queued.job_id
 
 
 def _check_same_resources(points: Sequence[Point], scripts: Sequence[str]) -> None:

@@ -102,7 +102,7 @@ LEARNING = (
         True,
     ),
     Chart("Reward", "mean score of responses", (("critic/score/mean", "training"), ("val/score", "validation"))),
-    Chart("Score", "mean of a block of responses", (("generate/score", "score"),)),
+    Chart("Score", "mean of the responses so far", (("generate/score", "score"),)),
     Chart(
         "Response length",
         "mean, tokens",

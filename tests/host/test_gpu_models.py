@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from hpc_rl.host.gpu_models import named_gb, reported, requested
+from hpc_rl.host.gpu_models import is_part, named_gb, reported, requested
 
 
 @pytest.mark.parametrize(
@@ -77,3 +77,22 @@ def test_a_device_that_is_not_in_the_table() -> None:
 )
 def test_memory_by_name(name: str, expected: float | None) -> None:
     assert named_gb(name) == expected
+
+
+@pytest.mark.parametrize(
+    ("name", "gb", "part"),
+    [
+        ("h100-47", 47, True),
+        ("h100-96", 96, False),
+        ("a100-40", 40, False),
+        ("A100_80", 80, False),
+        ("a100-sxm4-80", 80, False),
+        ("v100-32", 32, False),
+        ("h100-8", 80, False),
+        ("rtx-3090", 24, False),
+        ("gh200-480", None, False),
+        ("a100_1g.5gb", 5, True),
+    ],
+)
+def test_bare_numbers_are_memory_and_small_ones_are_parts(name: str, gb: float | None, part: bool) -> None:
+    assert (named_gb(name), is_part(name)) == (gb, part)

@@ -26,7 +26,7 @@ def slurmdbd_conf(spec: Spec, subnet: str) -> str:
 
 
 def daemon_commands(spec: Spec, subnet: str) -> list[str]:
-    """Return the shell commands that the controller runs before slurmctld. The launcher's deadline covers the loops."""
+    """Return the shell commands that the controller runs before slurmctld. A daemon that ends ends them."""
     # No grant tables: creating them would take most of the start-up time, and the database holds nothing else.
     options = (
         f"--no-defaults --user=root --datadir={DATABASE} --skip-grant-tables --innodb-log-file-size=8M"
@@ -38,12 +38,23 @@ def daemon_commands(spec: Spec, subnet: str) -> list[str]:
         f"mkdir -p {DATABASE}/mysql",
         # slurmdbd reads associations with a stored procedure, which needs the system tables.
         f"(echo 'USE mysql;'; cat {SYSTEM_TABLES}) | mariadbd {options} --bootstrap {log}",
-        f"mariadbd {options} {network} {log} &",
-        "until (: </dev/tcp/127.0.0.1/3306) 2>/dev/null; do sleep 0.1; done",
-        "slurmdbd",
-        f"until (: </dev/tcp/{subnet}.{CONTROLLER}/6819) 2>/dev/null; do sleep 0.1; done",
+        *_started(f"mariadbd {options} {network}", "127.0.0.1/3306", f"{spec.base}/log/mariadbd.log"),
+        # .ci/install-slurm-new puts a client library there: with that of MariaDB 11.8.9, slurmdbd ends (error 5027).
+        *_started(
+            "env LD_LIBRARY_PATH=/usr/lib/hpc-rl slurmdbd -D",
+            f"{subnet}.{CONTROLLER}/6819",
+            f"{spec.base}/log/slurmdbd.log",
+        ),
         f"sacctmgr --immediate add cluster {spec.name}",
         *_associations(spec),
+    ]
+
+
+def _started(daemon: str, port: str, log: str) -> list[str]:
+    """Return the commands that start a daemon and wait for its port. If it ends, its last lines are printed at once."""
+    return [
+        f"{daemon} >>{log} 2>&1 &",
+        f"until (: </dev/tcp/{port}) 2>/dev/null; do kill -0 $! || {{ tail -n 5 {log}; exit 1; }}; sleep 0.1; done",
     ]
 
 

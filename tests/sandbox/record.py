@@ -9,6 +9,7 @@ import shlex
 from collections.abc import Mapping
 from pathlib import Path
 
+from hpc_rl.slurm.cluster import SINFO_FORMAT
 from tests.sandbox.cluster import Cluster
 from tests.sandbox.variants import VARIANTS
 
@@ -23,7 +24,7 @@ FIELDS = [
 ]
 CLUSTER = {
     "version": "sinfo --version",
-    "sinfo": f'{SINFO} -o "%P|%a|%l|%L|%D|%c|%m|%G|%f|%h|%T"',
+    "sinfo": f'{SINFO} -o "{SINFO_FORMAT}"',
     "sinfo-minimum": 'sinfo -h -o "%P|%a|%l|%D|%c|%m|%G|%f|%T"',
     "sinfo-fields": f'{SINFO} -O "{",".join(FIELDS)}"',
     "sinfo-summary": "sinfo -s",

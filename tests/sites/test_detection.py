@@ -158,3 +158,33 @@ def test_a_profile_that_sbatch_refuses_or_cannot_judge_is_written_with_a_message
     sbatch.write_text("#!/bin/sh\nexit 124\n")
     done = hpc_rl("site", "detect", "--yes", "--force", "--out", "site.yaml")
     assert done.returncode == 0 and "the profile has not been tried: sbatch --test-only does not answer" in done.stderr
+
+
+def test_another_partition_is_taken_if_sbatch_refuses_every_job_in_the_first(
+    login_node: Callable[[str], Command], tmp_path: Path
+) -> None:
+    hpc_rl = login_node("typed-gres-26.05.5")
+    sbatch = tmp_path / "bin" / "sbatch"
+    sbatch.write_text(
+        "#!/bin/sh\ncat > script\ngrep -q -- --partition=gpu script || exit 0\n"
+        "echo 'sbatch: error: this partition is for another project' >&2\nexit 1\n"
+    )
+    done = hpc_rl("site", "detect", "--yes", "--out", "site.yaml")
+    assert done.returncode == 0 and "partition mixed" in done.stdout, done.stderr
+    assert "refuses all test jobs in partition gpu" in done.stderr and "another project" in done.stderr
+    assert "  partition: mixed\n" in (tmp_path / "site.yaml").read_text()
+
+
+def test_the_cluster_of_a_variable_is_detected_tried_and_written(
+    login_node: Callable[[str], Command], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SLURM_CLUSTERS", "far")
+    hpc_rl = login_node("typed-gres-26.05.5")
+    assert hpc_rl("site", "detect", "--yes", "--out", "site.yaml").returncode == 0
+    for line in calls(tmp_path):
+        if line.split()[0] in ("sinfo", "scontrol", "sbatch"):
+            assert "--clusters=far" in line
+    assert "  sbatch: {clusters: far}\n" in (tmp_path / "site.yaml").read_text()
+    monkeypatch.setenv("SLURM_CLUSTERS", "far,near")
+    refused = hpc_rl("site", "detect", "--yes", "--force", "--out", "site.yaml")
+    assert refused.returncode == 2 and "names several clusters (far,near): set it to one of them" in refused.stderr

@@ -89,7 +89,7 @@ def test_a_name_is_looked_up_in_the_working_folder_first() -> None:
     assert profiles.find("whole-nodes") == Path("configs/site/whole-nodes.yaml")
     with pytest.raises(UserError, match=r"does not exist; the shipped profiles are .*typed-gres"):
         profiles.find("nowhere")
-    with pytest.raises(UserError, match="no such user"):
+    with pytest.raises(UserError, match="no such home folder"):
         profiles.find("~nobody-of-this-name/site.yaml")
 
 

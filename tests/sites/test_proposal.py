@@ -3,6 +3,7 @@
 import os
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -148,3 +149,40 @@ def test_what_sbatch_refuses_is_in_the_profile(tmp_path: Path) -> None:
     values = load_profile(str(tmp_path / "site.yaml"), environ={}).values
     assert (values["slurm.qos"], values["slurm.constraint"]) == ("normal", "ib")
     assert values["slurm.leave_out"] == ["requeue"]
+
+
+@pytest.mark.parametrize(
+    ("changed", "known"),
+    [
+        ({"denied_accounts": frozenset({"mlgroup", "teaching"})}, {}),
+        ({"denied_qos": frozenset({"normal"})}, {}),
+        ({"submit_hosts": frozenset({"login1"})}, {"host": "login2"}),
+        ({"only_root": True}, {}),
+        ({"needs_reservation": True}, {}),
+    ],
+)
+def test_partitions_that_do_not_let_the_user_in(changed: dict[str, Any], known: dict[str, Any]) -> None:
+    found = replace(facts("typed-gres-26.05.5"), **known)
+    others = [replace(one, **changed) if one.name == "gpu" else one for one in found.partitions]
+    assert "gpu" in [one.name for one in choose_partitions(found)]
+    assert "gpu" not in [one.name for one in choose_partitions(replace(found, partitions=others))]
+
+
+def test_partitions_that_let_the_user_in_after_all() -> None:
+    found = facts("typed-gres-26.05.5")
+    gpu = next(one for one in found.partitions if one.name == "gpu")
+    lenient = {
+        "denied_accounts": frozenset({"teaching"}), "denied_qos": frozenset({"spot"}), "only_root": True,
+        "submit_hosts": frozenset({"login1"}),
+    }  # fmt: skip
+    one = replace(gpu, **lenient)
+    as_root = replace(found, partitions=[one], host="login1", is_root=True)
+    assert choose_partitions(as_root) == [one] and choose_accounts(as_root, one) == ["mlgroup"]
+
+
+def test_the_cluster_of_a_variable_and_limits_of_nodes_are_in_the_profile(tmp_path: Path) -> None:
+    found = replace(facts("typed-gres-26.05.5"), clusters="far")
+    sized = replace(choose_partitions(found)[0], min_nodes=2, max_nodes=4)
+    profile = proposed(replace(found, partitions=[sized]), tmp_path)
+    assert profile.values["slurm.sbatch.clusters"] == "far"
+    assert "# Its jobs have 2 to 4 nodes." in (tmp_path / "site.yaml").read_text()

@@ -155,7 +155,9 @@ def test_gpus_near_to_several_sockets() -> None:
         ("mixed", Need(1, 4, "v100", 8, 64000), "4 v100, 8 CPUs and 64000 MB: it has 2 nodes with 2 a100"),
         ("mixed", Need(1, 1, "h100", 1, 0), "request less"),
         ("gpuu", Need(1, 1, None, 1, 0), "does not exist; Slurm has cpu, devel, gpu, mixed, old, theirs"),
-        ("old", Need(1, 4, None, 8, 0), "partition old cannot provide"),
+        ("old", Need(1, 4, None, 8, 0), "partition old is inactive, and starts no job"),
+        ("devel", Need(1, 2, "A100", 2, 0), "but of the type a100: Slurm distinguishes capital letters"),
+        ("cpu", Need(1, 1, "A100", 2, 0), "request less"),
     ],
 )
 def test_what_a_partition_can_give(cluster: str, partition: str | None, need: Need, said: str | None) -> None:
@@ -198,8 +200,69 @@ def test_who_may_have_which_quality_of_service() -> None:
         ("CANCEL", 0, {"KillWait": "45 sec"}, "CANCEL, announced 45 s before"),
         ("REQUEUE", 60, {"PreemptMode": "GANG,SUSPEND", "KillWait": "20 sec"}, "REQUEUE, announced 20 s before"),
         ("SUSPEND", 60, {"PreemptMode": "GANG,SUSPEND"}, "SUSPEND, continued later"),
+        ("GANG,SUSPEND", 60, {"PreemptMode": "GANG,SUSPEND"}, "SUSPEND, continued later"),
+        ("REQUEUE,WITHIN", 60, {}, "REQUEUE, announced 60 s before"),
+        ("GANG", 0, {}, "OFF, announced 30 s before"),
     ],
 )
 def test_how_jobs_are_preempted(mode: str, grace_s: int, config: dict[str, str], expected: str) -> None:
     (one, *_) = read_partitions(f"PartitionName=p PreemptMode={mode} GraceTime={grace_s}")
     assert preemption(one, config) == expected
+
+
+def test_who_is_denied_a_partition_and_which_jobs_it_takes() -> None:
+    line = recorded("typed-gres-26.05.5", "show-partition").splitlines()[0]
+    (open_to_all,) = read_partitions(line)
+    assert (open_to_all.denied_accounts, open_to_all.denied_qos, open_to_all.submit_hosts) == (set(), set(), None)
+    assert (open_to_all.only_root, open_to_all.needs_reservation) == (False, False)
+    assert (open_to_all.min_nodes, open_to_all.max_nodes) == (0, None)
+    changed = {
+        "AllowAccounts=ALL": "DenyAccounts=a,b", "AllowQos=ALL": "DenyQos=spot",
+        "AllocNodes=ALL": "AllocNodes=login[1-2]",
+        "RootOnly=NO": "RootOnly=YES", "ReqResv=NO": "ReqResv=YES", "MinNodes=0": "MinNodes=2",
+        "MaxNodes=UNLIMITED": "MaxNodes=4",
+    }  # fmt: skip
+    for old, new in changed.items():
+        assert old in line
+        line = line.replace(old, new)
+    (one,) = read_partitions(line)
+    assert (one.accounts, one.denied_accounts, one.qos, one.denied_qos) == (None, {"a", "b"}, None, {"spot"})
+    assert (one.submit_hosts, one.only_root, one.needs_reservation) == ({"login1", "login2"}, True, True)
+    assert (one.min_nodes, one.max_nodes) == (2, 4)
+
+
+@pytest.mark.parametrize(
+    ("fields", "exclusive"),
+    [
+        ("OverSubscribe=EXCLUSIVE", True),
+        ("Exclusive=NODE OverSubscribe=NO", True),
+        ("Exclusive=USER OverSubscribe=NO", False),
+        ("Exclusive=NO OverSubscribe=FORCE:2", False),
+        ("ExclusiveUser=YES OverSubscribe=NO", False),
+    ],
+)
+def test_whole_nodes_before_and_since_slurm_26(fields: str, exclusive: bool) -> None:
+    (one,) = read_partitions(f"PartitionName=p {fields}")
+    assert one.exclusive is exclusive
+
+
+def test_sizes_of_jobs_that_sinfo_shows() -> None:
+    line = "p*|up|1:00:00|n/a|4|2|8000|gpu:a100:2|(null)|NO|idle|"
+    found = [read_sinfo(f"{line}{size}\n")[0] for size in ("1-infinite", "2-4", "3")]
+    assert [(one.min_nodes, one.max_nodes) for one in found] == [(1, None), (2, 4), (3, 3)]
+    two_to_four = [found[1]]
+    assert refusal(two_to_four, "p", Need(1, 0, None, 1, 0), has_own_limits=True) is None
+    for nodes, said in ((1, "at least 2 nodes, and --nodes is 1"), (2, None), (4, None)):
+        answer = refusal(two_to_four, "p", Need(nodes, 0, None, 1, 0))
+        assert answer is None if said is None else answer is not None and said in answer
+    answer = refusal(read_sinfo(f"{line.replace('|4|', '|9|')}2-4\n"), None, Need(5, 0, None, 1, 0))
+    assert answer is not None and "partition p starts jobs of at most 4 nodes, and --nodes is 5" in answer
+
+
+def test_a_type_that_is_one_of_several_spellings() -> None:
+    groups = read_sinfo("p|up|1:00:00|n/a|4|2|8000|gpu:A100:2|(null)|NO|idle|1-infinite\n")
+    assert refusal(groups, "p", Need(1, 1, "A100", 1, 0)) is None
+    answer = refusal(groups, "p", Need(1, 1, "a100", 1, 0))
+    assert answer is not None and answer.endswith("write slurm.gpu_type=A100") and "request less" not in answer
+    too_many = refusal(groups, "p", Need(1, 8, "A100", 1, 0))
+    assert too_many is not None and "request less" in too_many

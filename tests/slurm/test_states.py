@@ -1,7 +1,11 @@
 import pytest
 
 from hpc_rl.slurm.states import (
+    NEVER,
+    NOT_STARTED,
     JobState,
+    exit_code_of,
+    never_starts,
     newer,
     read_sacct,
     read_scontrol,
@@ -21,7 +25,7 @@ SCONTROL = (
 
 def test_sacct_takes_the_last_line_of_the_job() -> None:
     text = "7|REQUEUED|0:0|node1|None\n7|CANCELLED by 0|0:15|node[1-2]|None\n77|COMPLETED|0:0|node1|None\n"
-    assert read_sacct(text, "7") == JobState("CANCELLED", "node[1-2]", "", 143)
+    assert read_sacct(text, "7") == JobState("CANCELLED", "node[1-2]", "", 143, cancelled_by=0)
     assert read_sacct(text, "8") is None
     assert read_sacct("", "7") is None
 
@@ -37,7 +41,7 @@ def test_tasks_of_an_array_that_never_started_share_a_line() -> None:
     text = "1_1|CANCELLED by 0|0:0|node1|None\n1_[2-3,5%1]|CANCELLED by 0|0:0|None assigned|JobArrayTaskLimit\n"
     found = sacct_states(text)
     assert list(found) == ["1_1", "1_2", "1_3", "1_5"]
-    assert found["1_5"] == JobState("CANCELLED", "", "JobArrayTaskLimit", 0)
+    assert found["1_5"] == JobState("CANCELLED", "", "JobArrayTaskLimit", 0, cancelled_by=0)
 
 
 @pytest.mark.parametrize(
@@ -89,3 +93,38 @@ def test_the_run_directory_is_read_as_bash_would() -> None:
     for unknown in ("$SCRATCH/r1", "`pwd`/r1", '"$(pwd)"'):
         with pytest.raises(ValueError, match="RUN="):
             run_dir_of_script(f"export RUN={unknown}", "RUN", {})
+
+
+@pytest.mark.parametrize(
+    ("text", "code"),
+    [("0:0", 0), ("3:0", 3), ("0:9", 137), ("0:15", 143), ("0:31", 159), ("0:53", 1), ("0:125", 1), ("", None)],
+)
+def test_numbers_that_are_no_signals_are_failures_of_slurm(text: str, code: int | None) -> None:
+    assert exit_code_of(text) == code
+
+
+def test_a_script_that_slurm_could_not_start_has_the_cause() -> None:
+    assert read_sacct("7|FAILED|0:53|node1|None\n", "7") == JobState("FAILED", "node1", NOT_STARTED, 1)
+    text = SCONTROL.format(state="FAILED", reason="RaisedSignal:53(Real-time_signal_19)", code="0:53", nodes="node1")
+    found = read_scontrol(text)
+    assert found is not None and (found.reason, found.exit_code) == (NOT_STARTED, 1)
+
+
+@pytest.mark.parametrize(
+    ("reason", "never"),
+    [
+        *((reason, True) for reason in NEVER),
+        ("QOSMaxGRESPerJob", True),
+        ("QOSMaxWallDurationPerJobLimit", True),
+        ("AssocMaxCpuPerJobLimit", True),
+        ("QOSMinGRES", True),
+        ("AssocGrpGRES", False),
+        ("QOSMaxJobsPerUserLimit", False),
+        ("Priority", False),
+        ("Resources", False),
+        ("BeginTime", False),
+        ("", False),
+    ],
+)
+def test_reasons_that_no_wait_changes(reason: str, never: bool) -> None:
+    assert (never_starts(reason) is not None) is never

@@ -11,6 +11,7 @@ from hpc_rl.errors import UserError
 from hpc_rl.slurm import commands
 from hpc_rl.slurm.capacity import Need, refusal
 from hpc_rl.slurm.cluster import NodeGroup
+from hpc_rl.slurm.place import is_single
 from hpc_rl.submission.resources import asks_for_gpus, cpus_per_node, memory_per_node
 
 
@@ -22,15 +23,20 @@ class Ask:
     need: Need
     time: str | None
     """Walltime; None if it cannot be compared with the limit of the partition."""
+    has_qos: bool = False
+    """Whether it has a quality of service, which may have limits of its own."""
+    clusters: str = ""
+    """The cluster; empty for the local one."""
 
 
 def ask_of(config: JobConfig) -> Ask | None:
-    """Return the request of a job; None if its nodes come from another cluster or from a reservation."""
+    """Return the request of a job; None if its nodes come from one of several clusters, or from a reservation."""
     slurm = config.slurm
-    if slurm.sbatch.keys() & {"clusters", "reservation"}:
+    clusters = str(slurm.sbatch.get("clusters") or "")
+    if "reservation" in slurm.sbatch or not is_single(clusters):
         return None
     time = None if slurm.qos is not None else slurm.time  # a quality of service may have a limit of its own
-    return Ask(slurm.partition, _need(config), time)
+    return Ask(slurm.partition, _need(config), time, slurm.qos is not None, clusters)
 
 
 def check_partition(ask: Ask, nodes: commands.NodeListing) -> str | None:
@@ -45,10 +51,10 @@ def check_partition(ask: Ask, nodes: commands.NodeListing) -> str | None:
     if not commands.available():
         return None
     try:
-        groups = nodes.groups()
+        groups = nodes.groups(ask.clusters)
     except commands.NoAnswer as error:
         return f"partition {ask.partition or '(default)'} is not checked: {error}"
-    if problem := refusal(groups, ask.partition, ask.need) or _too_long(groups, ask):
+    if problem := refusal(groups, ask.partition, ask.need, ask.has_qos) or _too_long(groups, ask):
         raise UserError(problem)
     return None
 
