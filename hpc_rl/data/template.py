@@ -26,7 +26,7 @@ from hpc_rl.host.bounds import cpu_seconds
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _START, _END = "\x02", "\x03"
 """Control characters that mark the assistant's text while it is rendered."""
-RENDER_S = 20.0
+RENDER_S = 5.0
 """CPU time for one conversation, which usually takes less than a millisecond. A template may come from a stranger."""
 _MOST = 10_000
 """Largest operand of a product, and largest exponent, in a template."""
