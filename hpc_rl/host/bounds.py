@@ -29,12 +29,12 @@ def cpu_seconds(limit_s: float, what: str) -> Iterator[None]:
         yield
         return
     before = signal.signal(signal.SIGVTALRM, interrupt)
-    signal.setitimer(signal.ITIMER_VIRTUAL, limit_s)
+    left_s, _ = signal.setitimer(signal.ITIMER_VIRTUAL, limit_s)  # of a block around this one
     try:
         yield
     finally:
-        signal.setitimer(signal.ITIMER_VIRTUAL, 0)
         signal.signal(signal.SIGVTALRM, before)
+        signal.setitimer(signal.ITIMER_VIRTUAL, left_s)
 
 
 @contextmanager
