@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import io
+import os
 import sys
 from contextlib import nullcontext
 from pathlib import Path
@@ -14,6 +15,7 @@ from hpc_rl.cli.app import app
 from hpc_rl.errors import EXIT_BAD_INPUT, UserError
 from hpc_rl.host.disk import UNWRITABLE, explained
 from hpc_rl.host.ownership import name_user
+from hpc_rl.host.search_path import without_empty_entries
 from hpc_rl.host.shown_text import escaped_output
 
 _IMPOSSIBLE_PATH = (errno.ENAMETOOLONG, errno.ELOOP, errno.EACCES, errno.EPERM)
@@ -25,6 +27,7 @@ def main() -> NoReturn:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")  # a terminal or a file whose encoding lacks a character shows ?
+    os.environ.update(without_empty_entries(os.environ))
     # The help texts are ours, and may have colours.
     with nullcontext() if _asks_for_help(sys.argv[1:]) else escaped_output():
         _run()

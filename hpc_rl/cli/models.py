@@ -86,6 +86,9 @@ def chat(
     temperature: Annotated[float, typer.Option(min=0, help="0: always the most probable token.")] = 0.7,
     max_tokens: Annotated[int, typer.Option(min=1, help="Longest answer, in tokens.")] = 512,
     seed: Annotated[int | None, typer.Option(min=0, help="Random seed.", show_default=False)] = None,
+    trust_remote_code: Annotated[
+        bool, typer.Option("--trust-remote-code", help="Run the code that comes with the model.")
+    ] = False,
 ) -> None:
     """Chat with a model in this terminal, on a GPU of this machine or on its CPUs.
 
@@ -114,6 +117,7 @@ def chat(
         f"--max-tokens={max_tokens}",
     ]
     sys.stdout.flush()
+    command += ["--trust-remote-code"] if trust_remote_code else []
     os.execv(sys.executable, [*command, *([] if seed is None else [f"--seed={seed}"])])
 
 

@@ -25,6 +25,7 @@ from hpc_rl.config.origins import line_in, origin_of
 from hpc_rl.config.references import resolve, short
 from hpc_rl.config.tree import flat, merged, put, read_tree
 from hpc_rl.errors import UserError
+from hpc_rl.host.secrets import refuse_secrets
 
 FillIn = Callable[[Mapping[str, Any]], Mapping[str, Any]]
 """From nested tables without the schema's defaults to dotted key -> value for keys that they leave open."""
@@ -95,7 +96,9 @@ def compose_each(
         given = [*words, *(f"{key}={value}" for key, value in (settings or {}).items())]
         command = typed or ["hpc-rl", "submit", job, *_as_words(settings or {}), *words]
         example = partial(_example_command, job, tree, command=command)
-        found.append(validate(job, tree, example, partial(origin_of, job, overrides=given)))
+        config = validate(job, tree, example, partial(origin_of, job, overrides=given))
+        refuse_secrets({key: str(value) for key, value in flat(config.model_dump(mode="json")).items()})
+        found.append(config)
     return found
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 from hpc_rl.errors import UserError
 from hpc_rl.host.files import read_regular
+from hpc_rl.host.ownership import refuse_foreign
 from hpc_rl.host.shipped import shipped
 
 
@@ -16,6 +17,16 @@ def folders() -> list[Path]:
     """Return the folders with job files and groups: ./configs, if there is one, before the shipped one."""
     own = Path.cwd() / "configs"
     return [own, shipped("configs")] if own.is_dir() and own != shipped("configs") else [shipped("configs")]
+
+
+def check_own(path: Path) -> None:
+    """Refuse a file of ./configs that another user may have written.
+
+    Raises:
+        UserError: it is not this user's or root's, or others could change or replace it.
+    """
+    if not path.is_relative_to(shipped("configs")):
+        refuse_foreign(str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else str(path), path)
 
 
 def groups() -> set[str]:
@@ -171,6 +182,8 @@ def _load(path: Path) -> dict[str, Any]:
 
     from hpc_rl.config.tree import load_yaml
 
+    if path.is_file():
+        check_own(path)
     try:
         document = load_yaml(path)
     except (OSError, UnicodeDecodeError, yaml.YAMLError):

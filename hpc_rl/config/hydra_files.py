@@ -16,7 +16,7 @@ from hydra.core.global_hydra import GlobalHydra
 from hydra.plugins.config_source import ConfigResult
 from omegaconf import OmegaConf
 
-from hpc_rl.config.groups import folders
+from hpc_rl.config.groups import check_own, folders
 from hpc_rl.config.tree import VALUES, compose_yaml, flat, put
 from hpc_rl.host.shipped import shipped
 
@@ -29,7 +29,9 @@ class _Files(FileConfigSource):
 
     def load_config(self, config_path: str) -> ConfigResult:
         """Read a file; put tables that are values into lists. Hydra reads no file that would never end."""
-        if (file := Path(self.path, f"{config_path.removesuffix('.yaml')}.yaml")).exists():
+        file = Path(self.path, f"{config_path.removesuffix('.yaml')}.yaml")
+        check_own(file)
+        if file.exists():
             compose_yaml(file)
         found = super().load_config(config_path)
         package = found.header["package"]

@@ -24,7 +24,7 @@ from typing import Any
 from pydantic import Field, ValidationError
 
 from hpc_rl.config.base import Section
-from hpc_rl.config.groups import choices, file_of
+from hpc_rl.config.groups import check_own, choices, file_of
 from hpc_rl.config.keys import nearest
 from hpc_rl.config.kinds import KINDS, piped, trained
 from hpc_rl.config.tree import flat, read_tree
@@ -98,7 +98,10 @@ def file_of_pipeline(name: str) -> Path:
             f"(.yaml), or begin a chain with one of the kinds {', '.join(trained())}"
             + nearest(name, [*known, *trained()])
         )
-    return Path(name) if is_file else file_of("pipeline", name)
+    path = Path(name) if is_file else file_of("pipeline", name)
+    if not is_file:
+        check_own(path)
+    return path
 
 
 def load_pipeline(name: str) -> PipelineConfig:

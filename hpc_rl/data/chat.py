@@ -15,10 +15,11 @@ from hpc_rl.config.finetune import FinetuneDataConfig
 from hpc_rl.config.prompts import PromptConfig
 from hpc_rl.data.assistant_text import ChatText, find_spans, remarks
 from hpc_rl.data.messages import Chat, Message
-from hpc_rl.data.template import check_template, read_template, with_variables
+from hpc_rl.data.template import RENDER_S, check_template, read_template, with_variables
 from hpc_rl.data.template_forms import forms_of
 from hpc_rl.data.turn_ends import Ends, find_ends
 from hpc_rl.errors import UserError
+from hpc_rl.host.bounds import cpu_seconds
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -163,15 +164,16 @@ def as_text(
         UserError: the template rejects the conversation.
     """
     try:
-        text = tokenizer.apply_chat_template(
-            forms_of(template).fitted(messages),
-            chat_template=template,
-            tools=list(tools) or None,
-            tokenize=False,
-            add_generation_prompt=generation_prompt,
-            **variables,
-        )
-    except (TemplateError, TypeError) as error:
+        with cpu_seconds(RENDER_S, "it"):
+            text = tokenizer.apply_chat_template(
+                forms_of(template).fitted(messages),
+                chat_template=template,
+                tools=list(tools) or None,
+                tokenize=False,
+                add_generation_prompt=generation_prompt,
+                **variables,
+            )
+    except (TemplateError, TypeError, TimeoutError) as error:
         raise UserError(f"{where}: the chat template rejects this conversation: {error}") from error
     assert isinstance(text, str)
     return text

@@ -20,9 +20,10 @@ from hpc_rl.data.formats import Row
 from hpc_rl.data.messages import TRAIN, Chat, Extras, Message, extras, fields_without_effect, without_effect
 from hpc_rl.data.rows import to_messages
 from hpc_rl.data.sources import BLOCK_ROWS, chunks
-from hpc_rl.data.template import marks_generation
+from hpc_rl.data.template import RENDER_S, marks_generation
 from hpc_rl.data.template_forms import forms_of, unused
 from hpc_rl.errors import UserError
+from hpc_rl.host.bounds import cpu_seconds
 from hpc_rl.host.counted import counted
 from hpc_rl.host.heartbeat import heart
 
@@ -204,16 +205,17 @@ def _encode_alike(
     """Tokenize chats with the same tools and variables."""
     forms = forms_of(template)
     try:
-        encoded: Any = tokenizer.apply_chat_template(
-            [forms.fitted(chat.messages) for chat in chats],
-            chat_template=template,
-            tools=added.tools or None,
-            tokenize=True,
-            return_dict=True,
-            return_assistant_tokens_mask=True,
-            **added.variables,
-        )
-    except (TemplateError, TypeError) as error:
+        with cpu_seconds(RENDER_S * len(chats), "it"):
+            encoded: Any = tokenizer.apply_chat_template(
+                [forms.fitted(chat.messages) for chat in chats],
+                chat_template=template,
+                tools=added.tools or None,
+                tokenize=True,
+                return_dict=True,
+                return_assistant_tokens_mask=True,
+                **added.variables,
+            )
+    except (TemplateError, TypeError, TimeoutError) as error:
         place = chats[0].where if len(chats) == 1 else f"between {chats[0].where} and {chats[-1].where}"
         raise UserError(f"{place}: the chat template rejects a conversation: {error}") from error
     for ids, mask in zip(encoded["input_ids"], encoded["assistant_masks"], strict=True):

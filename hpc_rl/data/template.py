@@ -17,13 +17,19 @@ from typing import Any, NoReturn
 from jinja2 import Environment, Template, TemplateError, TemplateSyntaxError, nodes
 from jinja2.ext import Extension
 from jinja2.parser import Parser
-from jinja2.sandbox import ImmutableSandboxedEnvironment
+from jinja2.runtime import Context
+from jinja2.sandbox import ImmutableSandboxedEnvironment, SecurityError
 
 from hpc_rl.errors import UserError
+from hpc_rl.host.bounds import cpu_seconds
 
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _START, _END = "\x02", "\x03"
 """Control characters that mark the assistant's text while it is rendered."""
+RENDER_S = 5.0
+"""CPU time for one conversation, which usually takes less than a millisecond. A template may come from a stranger."""
+_MOST = 10_000
+"""Largest operand of a product, and largest exponent, in a template."""
 
 
 class _Generation(Extension):
@@ -124,7 +130,8 @@ def _render(
     check_template(template, where)
     variables = {"messages": messages, "add_generation_prompt": generation_prompt, **(variables or {})}
     try:
-        return _compiled(template).render(variables)
+        with cpu_seconds(RENDER_S, "it"):
+            return _compiled(template).render(variables)
     except Exception as error:  # a template calls methods of its values, which may raise anything
         raise UserError(f"{where}: the chat template rejects this conversation: {error}") from error
 
@@ -184,10 +191,21 @@ def special_tokens(folder: Path) -> dict[str, str]:
     return found
 
 
+class _Sandbox(ImmutableSandboxedEnvironment):
+    """Jinja's sandbox, which also refuses operators whose result no time limit would stop."""
+
+    intercepted_binops = frozenset(["**", "*"])
+
+    def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
+        """Compute a power or a product of small operands."""
+        sizes = [abs(one) if isinstance(one, int | float) else len(one) for one in (left, right)]
+        if (sizes[1] if operator == "**" else max(sizes)) > _MOST and max(sizes) > 1:
+            raise SecurityError(f"{operator} with an operand above {_MOST}")
+        return super().call_binop(context, operator, left, right)
+
+
 def _environment() -> Environment:
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, "jinja2.ext.loopcontrols"]
-    )
+    environment = _Sandbox(trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, "jinja2.ext.loopcontrols"])
     environment.filters["tojson"] = _to_json
     environment.globals["raise_exception"] = _raise
     environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)

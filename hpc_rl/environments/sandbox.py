@@ -14,8 +14,10 @@ offer nothing else. The programs that create the container are rows of RUNNERS.
 - Each process has limits (getrlimit(2)) of CPU time, address space, file size and open files. The sums of memory and
   tasks of all processes are measured while they run, because limits for groups of processes (cgroups) are rarely
   delegated to users. The kernel's own limit of tasks per user is set as well, if it counts for each user namespace.
-- Memory that no process has mapped, such as that of anonymous files (memfd_create(2)), is limited only by the size and
-  the number of open files, and by the memory of the Slurm job.
+- Calls of the kernel for what no namespace separates, or for memory that no process has mapped, fail: keys, anonymous
+  files, System V objects and others; see kernel_filter. What pipes and sockets hold is limited by their number.
+- The sums are measured 20 times a second. Until then, processes together may exceed them: only a limit of the Slurm
+  job on its memory is exact.
 """
 
 from __future__ import annotations
@@ -35,6 +37,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from hpc_rl.environments import kernel_filter
 from hpc_rl.environments.protocol import cut
 from hpc_rl.errors import UserError
 from hpc_rl.host.processes import shell_code
@@ -43,8 +46,10 @@ _MB = 1 << 20
 _PAUSE_S = 0.05
 """Between two measurements of a container."""
 _END_TIMEOUT_S = 30.0
-_OWN_TASKS, _OWN_BYTES = 32, 96 * _MB
+_OWN_TASKS, _OWN_BYTES, _OWN_FILES = 32, 96 * _MB, 256
 """What the runner itself takes in a container."""
+_LOCKED_BYTES = 64 << 10
+"""Memory that a process may lock. The limit counts all processes of the user."""
 _NOBODY = 65534
 _SYSTEM_FOLDERS = ("/bin", "/sbin", "/lib", "/lib32", "/lib64", "/usr")
 _PATH = "/usr/local/bin:/usr/bin:/bin:/usr/sbin:/sbin"
@@ -66,6 +71,8 @@ class Limits:
     """Files in /tmp."""
     open_files: int = 128
     """Open files of each process."""
+    all_files: int = 512
+    """Open files of all processes together: the kernel has memory for pipes and sockets that no process has mapped."""
     output_chars: int = 10_000
     """Characters of the output that are kept."""
 
@@ -213,6 +220,7 @@ def _start_words(name: str, program: str, image: str | None, limits: Limits) -> 
     if path is not None and not RUNNERS[name].takes_files and not path.is_dir():
         raise UserError(f"sandbox image {image} is a file, but {name} needs a folder: unpack it, or use apptainer")
     each = ["prlimit", f"--cpu={limits.cpu_s}", f"--fsize={limits.disk_mb * _MB}", f"--nofile={limits.open_files}"]
+    each += [f"--sigpending={limits.tasks + _OWN_TASKS}", "--msgqueue=0", f"--memlock={_LOCKED_BYTES}"]
     tasks = str(limits.tasks + _OWN_TASKS) if _counts_tasks_per_namespace() else ""
     inside = ["/bin/sh", "-c", _LIMIT, "sh", str(limits.memory_mb * 1024), tasks]
     if os.geteuid() == 0:
@@ -251,6 +259,7 @@ def _run(argv: Sequence[str], stdin: str, limits: Limits) -> Ran:
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             start_new_session=True,
+            preexec_fn=kernel_filter.prepare(),
         )
     output = Output(limits.output_chars)
     ended_by = None
@@ -278,7 +287,9 @@ def _watch(process: subprocess.Popen[bytes], output: Output, limits: Limits) -> 
             return None
         now = time.monotonic()
         if now - measured >= _PAUSE_S:
-            tasks, size = tree_usage(process.pid)
+            tasks, size, files = tree_usage(process.pid)
+            if files > limits.all_files + _OWN_FILES:
+                return f"more than {limits.all_files} open files"
             if tasks > limits.tasks + _OWN_TASKS:
                 return f"more than {limits.tasks} processes and threads"
             if size > limits.memory_mb * _MB + _OWN_BYTES:
@@ -304,9 +315,9 @@ def _end(process: subprocess.Popen[bytes]) -> None:
         process.wait()
 
 
-def tree_usage(root: int) -> tuple[int, int]:
-    """Return the number of tasks and the resident memory, in bytes, of a process and all below it."""
-    tasks = size = 0
+def tree_usage(root: int) -> tuple[int, int, int]:
+    """Return the number of tasks, the resident memory in bytes, and the open files of a process and all below it."""
+    tasks = size = files = 0
     left = [root]
     while left:
         pid = left.pop()
@@ -315,7 +326,8 @@ def tree_usage(root: int) -> tuple[int, int]:
             # Fields 20 and 24 of proc_pid_stat(5); the third one follows the name in parentheses.
             fields = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
             tasks, size = tasks + int(fields[17]), size + int(fields[21]) * os.sysconf("SC_PAGE_SIZE")
-    return tasks, size
+            files += len(os.listdir(f"/proc/{pid}/fd"))  # noqa: PTH208
+    return tasks, size, files
 
 
 def _children(pid: int) -> list[int]:

@@ -1,4 +1,4 @@
-"""A process that runs environments: python -m hpc_rl.environments.worker FD, started and ended by pool.py.
+"""A process that runs environments: python -P -m hpc_rl.environments.worker FD, started and ended by pool.py.
 
 It receives the names of an environment and of tools, loads them, and sends what they offer, or the UserError that
 loading raised. Then it receives requests about conversations. To each it sends None after each tool call, and then the
@@ -21,6 +21,7 @@ from hpc_rl.environments.protocol import Definition, Episode, Outcome, Reply, fi
 from hpc_rl.environments.requests import Answer, Offered, Request, Start, Wanted, failed
 from hpc_rl.errors import UserError
 from hpc_rl.host.processes import adopt_orphans, die_with_parent
+from hpc_rl.host.search_path import look_last
 
 
 class Conversations:
@@ -81,6 +82,7 @@ def main(fd: int) -> None:
     """Load the environment, then handle requests until the socket is closed."""
     die_with_parent()
     adopt_orphans()
+    look_last()
     connection: Connection[Any, Any] = Connection(fd)
     own = os.getpid()
 

@@ -14,6 +14,7 @@ import sys
 from collections.abc import Sequence
 
 from hpc_rl.host import processes
+from hpc_rl.host.search_path import module_command
 
 PATIENCE_S = 5.0
 """Between SIGTERM and SIGKILL: nothing that the program would save is needed."""
@@ -23,7 +24,7 @@ NOT_STARTED = 127
 
 def command(program: Sequence[str]) -> list[str]:
     """Return the command with which this process starts a program that ends with it."""
-    return [sys.executable, "-m", "hpc_rl.host.owned", str(os.getpid()), *program]
+    return module_command("hpc_rl.host.owned", str(os.getpid()), *program)
 
 
 def main(parent: int, argv: list[str]) -> int:

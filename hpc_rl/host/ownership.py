@@ -12,12 +12,14 @@ import os
 import pwd
 import stat
 import struct
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import IO
 
 from hpc_rl.errors import UserError
 
+_trusted_groups: set[int] = set()
+"""Ids of the groups that the user has named in slurm.group."""
 _MODES = {"r": os.O_RDONLY, "a+": os.O_RDWR | os.O_APPEND | os.O_CREAT}
 _MOST_LINKS = 40
 """Symbolic links in one path; Linux follows as many (path_resolution(7))."""
@@ -122,25 +124,77 @@ def weakness(path: Path, group: int | None = None) -> str | None:
     Args:
         group: id of a group whose members this user trusts.
     """
-    for folder, entry in _way(path):
-        above = folder.stat()
-        trusted = group is not None and above.st_gid == group
-        if not _is_trusted(above.st_uid) and not trusted:
-            return f"{folder} belongs to {_user(above.st_uid)}"
-        open_to_others = others_write(folder) and not (trusted and not above.st_mode & stat.S_IWOTH)
-        if open_to_others and not above.st_mode & stat.S_ISVTX:
-            return f"{folder} can be changed by {_writers(folder)}"
-        try:
-            found = entry.lstat()
-        except FileNotFoundError:
-            return None
-        if (open_to_others or stat.S_ISLNK(found.st_mode)) and not _is_trusted(found.st_uid):
-            return f"{entry} belongs to {_user(found.st_uid)}"
+    try:
+        if found_above := _open_above(path, set() if group is None else {group}):
+            return found_above
+    except FileNotFoundError:
+        return None
     found = path.stat()
     if found.st_uid != os.geteuid():
         return f"it belongs to {_user(found.st_uid)}"
     if others_write(path):
         return f"it can be changed by {_writers(path)}"
+    return None
+
+
+def trust_group(name: str) -> None:
+    """Accept the work of a UNIX group's members in `refuse_foreign`, as the user has requested with slurm.group."""
+    with contextlib.suppress(KeyError):
+        _trusted_groups.add(grp.getgrnam(name).gr_gid)
+
+
+def refuse_foreign(what: str, path: Path) -> None:
+    """Refuse a file that a command found relative to the working folder, and would follow or run, unless it is this
+    user's or root's, and nobody else could change or replace it. Every folder and link on the way is examined.
+
+    Args:
+        what: the file as the message names it.
+
+    Raises:
+        UserError: another user may have written it.
+    """
+    try:
+        found = _open_above(path, _trusted_groups) or _foreign(path)
+    except OSError as error:
+        raise UserError(f"{what}: {path}: {error.strerror or error}") from error
+    if found is not None:
+        raise UserError(
+            f"{what} is not used, because it could be the work of another user: {found}. Copy it into a folder that "
+            "only you can change (or chmod go-w), or set slurm.group in ~/.config/hpc-rl/site.yaml to the group that "
+            "you share the folder with"
+        )
+
+
+def _foreign(path: Path) -> str | None:
+    found = path.stat()
+    trusted = found.st_gid in _trusted_groups
+    if not _is_trusted(found.st_uid) and not trusted:
+        return f"{path} belongs to {_user(found.st_uid)}"
+    if others_write(path) and not (trusted and not found.st_mode & stat.S_IWOTH):
+        return f"{path} can be changed by {_writers(path)}"
+    return None
+
+
+def _open_above(path: Path, groups: Collection[int]) -> str | None:
+    """Return how another user could replace a path: by a folder or a symbolic link on the way to it; or None.
+
+    Args:
+        groups: ids of groups whose members this user trusts.
+
+    Raises:
+        FileNotFoundError: nothing is wrong with the folders, and the path does not exist.
+    """
+    for folder, entry in _way(path):
+        above = folder.stat()
+        trusted = above.st_gid in groups
+        if not _is_trusted(above.st_uid) and not trusted:
+            return f"{folder} belongs to {_user(above.st_uid)}"
+        open_to_others = others_write(folder) and not (trusted and not above.st_mode & stat.S_IWOTH)
+        if open_to_others and not above.st_mode & stat.S_ISVTX:
+            return f"{folder} can be changed by {_writers(folder)}"
+        found = entry.lstat()
+        if (open_to_others or stat.S_ISLNK(found.st_mode)) and not _is_trusted(found.st_uid):
+            return f"{entry} belongs to {_user(found.st_uid)}"
     return None
 
 

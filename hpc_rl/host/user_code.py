@@ -12,12 +12,13 @@ import importlib.util
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from importlib.machinery import PathFinder
+from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 from types import ModuleType
 
 from hpc_rl.errors import UserError
 from hpc_rl.host.installation import install_command
+from hpc_rl.host.ownership import refuse_foreign
 
 _files: list[Path] = []
 """The files that this process has imported. Their folders are where `import` finds other modules."""
@@ -52,12 +53,17 @@ def find_source(option: str, location: Location, same_python: bool) -> Path | No
         UserError: there is no such file or module.
     """
     if location.file is None:
+        _refuse_shadowed(option, location)
         missing, source = _find(location.module)
         if missing and same_python:
             raise UserError(f"{option}: found no module {missing!r} in {Path.cwd()} or among the installed packages")
+        if source is not None and source.is_relative_to(Path.cwd()):
+            refuse_foreign(f"{option}: {source}", source)
         return source
     if not location.file.is_file():
         raise UserError(f"{option}: no such file: {location.file}{_near_file(location.file)}")
+    if not location.file.is_absolute():
+        refuse_foreign(f"{option}: {location.file}", location.file)
     return location.file
 
 
@@ -206,23 +212,50 @@ def _find(module: str) -> tuple[str | None, Path | None]:
     Returns:
         the part of its name that is missing (None if none is), and its source file (None if it is unknown).
     """
-    search: Sequence[str] | None = [str(Path.cwd()), *sys.path]
+    folders = [*sys.path, str(Path.cwd())]  # as look_last arranges them in the job
+    search: Sequence[str] = folders
     parts = module.split(".")
     origin = None
     for count in range(1, len(parts) + 1):
         name = ".".join(parts[:count])
-        found = PathFinder.find_spec(parts[count - 1], search)
-        if found is None:
-            # An editable installation may be found only through an import hook, which handles top-level names.
-            hooks = [hook for hook in sys.meta_path if count == 1 and hook is not PathFinder]
-            found = next((spec for hook in hooks if (spec := hook.find_spec(name, None)) is not None), None)
+        found = _top_level(name, folders) if count == 1 else PathFinder.find_spec(parts[count - 1], search)
         if found is None:
             return name, None
-        search = None if found.submodule_search_locations is None else list(found.submodule_search_locations)
-        if search is None and count < len(parts):
+        if found.submodule_search_locations is None and count < len(parts):
             return ".".join(parts[: count + 1]), None
+        search = list(found.submodule_search_locations or ())
         origin = found.origin
     return None, Path(origin) if origin is not None and origin.endswith(".py") else None
+
+
+def _top_level(name: str, folders: Sequence[str]) -> ModuleSpec | None:
+    """Find a module in folders, or else by an import hook: an editable installation may have no other way."""
+    hooks = (hook for hook in sys.meta_path if hook is not PathFinder)
+    return PathFinder.find_spec(name, folders) or next(
+        filter(None, (hook.find_spec(name, None) for hook in hooks)), None
+    )
+
+
+def _refuse_shadowed(option: str, location: Location) -> None:
+    """Refuse a module of the working folder that has the name of another one, which `import` would find first."""
+    name, here = location.module.partition(".")[0], Path.cwd().resolve()
+    own = PathFinder.find_spec(name, [str(here)])
+    if own is None:
+        return
+    first = _top_level(name, [*sys.path, str(here)])
+    is_pythons = name in sys.stdlib_module_names
+    if is_pythons or first is None or _place(first) != _place(own):
+        whose = "a module of Python" if is_pythons or first is None else str(_place(first))
+        raise UserError(
+            f"{option}: {_place(own)} has the name of {whose}, which is imported instead: rename it, or name your "
+            f"file, as in path/{location.module.rpartition('.')[2]}.py:{location.name}"
+        )
+
+
+def _place(found: ModuleSpec) -> Path:
+    """Return the file of a module, or the folder of a package."""
+    folders = list(found.submodule_search_locations or ())
+    return Path(folders[0] if folders else str(found.origin)).resolve()
 
 
 def _near_file(path: Path) -> str:

@@ -1,6 +1,6 @@
 """A process of this package's own that answers calls, and that can be ended if it hangs.
 
-It is `python -m MODULE FD`, where FD is a socket for pickled objects. Its module calls die_with_parent, so that the
+It is `python -P -m MODULE FD`, where FD is a socket for pickled objects. Its module calls die_with_parent, so that the
 kernel ends it when the thread that started it ends.
 """
 
@@ -12,11 +12,11 @@ import signal
 import socket
 import struct
 import subprocess
-import sys
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
 from hpc_rl.host.processes import descendants, shell_code
+from hpc_rl.host.search_path import look_last_variables, module_command, users_environment
 
 
 class ProcessLost(Exception):
@@ -39,8 +39,8 @@ class WorkerProcess:
         ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
         with theirs:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", module, str(theirs.fileno())],
-                env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+                module_command(module, str(theirs.fileno())),
+                env={**users_environment(os.environ), **look_last_variables()},
                 stdin=subprocess.DEVNULL,
                 pass_fds=[theirs.fileno()],
                 start_new_session=True,

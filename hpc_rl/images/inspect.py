@@ -64,7 +64,9 @@ def probe_argv(builder: Builder, image: Path, python: str, gpu: str | None) -> l
     runtime = RUNTIMES["auto"]
     options = [*runtime.isolate, *([gpu] if gpu else [])]
     # The text of the file instead of its path: only /dev, /proc and /sys of the host are certain to exist inside.
-    return [builder.program, *runtime.start, *options, str(image), python, "-c", Path(_VERSIONS_FILE).read_text()]
+    # No module of the working folder, which the runtime may bind: -P is unknown to the Python of older images.
+    program = f"import sys; sys.path[:] = filter(None, sys.path); exec({Path(_VERSIONS_FILE).read_text()!r})"
+    return [builder.program, *runtime.start, *options, str(image), python, "-c", program]
 
 
 def gpu_option() -> str | None:

@@ -21,6 +21,7 @@ from hpc_rl.config.slurm import walltime_s
 from hpc_rl.config.tree import VALUES, flat
 from hpc_rl.errors import UserError
 from hpc_rl.host import jit_caches
+from hpc_rl.host.ownership import refuse_foreign
 from hpc_rl.images.runtimes import find_program, missing, runtime_of
 from hpc_rl.run_dir import RunDir
 
@@ -56,6 +57,9 @@ def image_preflight(container: ContainerConfig) -> tuple[Callable[[ContainerConf
 
 
 def check_image(container: ContainerConfig) -> str | None:
+    image = Path(str(container.image))
+    if not image.is_absolute() and image.exists():
+        refuse_foreign(f"container.image {image}", image)
     return runtime_of(container).check_image(str(container.image), container.arch)
 
 

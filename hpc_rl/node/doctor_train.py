@@ -232,7 +232,7 @@ def entry(node: Node, number: int, launcher: str) -> list[str]:
     ]
     common = common_options(options)
     if launcher == "torchrun":
-        return ["hpc_rl.node.torchrun", *common, "--", "-m", "hpc_rl.probes.acceptance.on_ranks", *program]
+        return ["hpc_rl.node.torchrun", *common, "--", "-P", "-m", "hpc_rl.probes.acceptance.on_ranks", *program]
     first = [] if options.first_port is None else ["--first-port", str(options.first_port)]
     driver = [sys.executable, "-P", "-m", "hpc_rl.probes.acceptance.on_ray", *program]
     return ["hpc_rl.node.ray_cluster.node", *common, *first, *node.ray_options, "--", *driver]

@@ -37,7 +37,7 @@ def try_all_reduce(attempt_dir: Path, options: argparse.Namespace) -> Trial | No
     if importlib.util.find_spec("torch") is None:
         return None
     entry = ["hpc_rl.node.torchrun", *common_options(options)]
-    return _run(attempt_dir / ALL_REDUCE, [*entry, "--", "-m", "hpc_rl.probes.all_reduce"], options.start_timeout)
+    return _run(attempt_dir / ALL_REDUCE, [*entry, "--", "-P", "-m", "hpc_rl.probes.all_reduce"], options.start_timeout)
 
 
 def try_ray(

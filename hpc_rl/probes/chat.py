@@ -73,7 +73,7 @@ class Chat:
         self.messages = [*asked, {"role": "assistant", "content": said}]
 
 
-def load_chat(path: str, temperature: float, max_tokens: int) -> Chat:
+def load_chat(path: str, temperature: float, max_tokens: int, trust_remote_code: bool = False) -> Chat:
     """Load a model and its tokenizer: on a GPU in bfloat16 if there is one, otherwise in the type of its files.
 
     Raises:
@@ -83,15 +83,21 @@ def load_chat(path: str, temperature: float, max_tokens: int) -> Chat:
     from transformers import AutoModelForCausalLM
 
     from hpc_rl.training.models.causal_lm import load_tokenizer
-    from hpc_rl.training.models.pretrained import from_pretrained
+    from hpc_rl.training.models.pretrained import from_pretrained, settings_of
 
-    tokenizer = load_tokenizer(ModelSource(path=path))
+    if not trust_remote_code and "auto_map" in settings_of(path, "model"):
+        raise UserError(
+            f"{path} comes with code of its own (auto_map in its config.json), which would run as you: "
+            "read it, and add --trust-remote-code"
+        )
+    tokenizer = load_tokenizer(ModelSource(path=path, trust_remote_code=trust_remote_code))
     if not tokenizer.chat_template:
         raise UserError(f"the tokenizer of {path} has no chat template: choose a model that was trained on chats")
     there = torch.accelerator.current_accelerator(check_available=True)
     device = there or torch.device("cpu")
     dtype = "auto" if there is None else torch.bfloat16
-    model = from_pretrained(AutoModelForCausalLM, path, "model", dtype=dtype).to(device).eval()
+    remote = {"trust_remote_code": trust_remote_code}
+    model = from_pretrained(AutoModelForCausalLM, path, "model", dtype=dtype, **remote).to(device).eval()
     ends = sorted(ending_token_ids(tokenizer, tokenizer.get_chat_template(), path))
     return Chat(model, tokenizer, ends, temperature, max_tokens)
 
@@ -126,6 +132,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--temperature", type=float, default=0.7)
     parser.add_argument("--max-tokens", type=int, default=512)
     parser.add_argument("--seed", type=int)
+    parser.add_argument("--trust-remote-code", action="store_true")
     options = parser.parse_args(arguments)
     try:
         import torch
@@ -135,7 +142,7 @@ def main(arguments: Sequence[str]) -> int:
         quiet_libraries()
         if options.seed is not None:
             torch.manual_seed(options.seed)
-        chat = load_chat(options.model, options.temperature, options.max_tokens)
+        chat = load_chat(options.model, options.temperature, options.max_tokens, options.trust_remote_code)
         with escaped_output():
             converse(chat)
     except UserError as error:

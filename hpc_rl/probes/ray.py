@@ -16,6 +16,7 @@ TASK_TIMEOUT_S = 60
 
 
 def main() -> None:
+    os.chdir("/")  # Ray's workers look for modules in the driver's folder first
     ray.init(logging_level="error")
     nodes = [node for node in ray.nodes() if node["Alive"]]
     here = ray.remote(num_cpus=1)(_host_name)

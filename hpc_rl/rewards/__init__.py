@@ -14,7 +14,7 @@
 - It runs in `reward.workers` separate processes. Calls are distributed over them in no fixed order, so keep no state
   between calls. If a call raises, takes longer than `reward.timeout_s`, ends its process, or returns no finite number,
   the failure is logged and the response is left out of training, or gets the score `reward.on_error`.
-- A module is found from the folder in which the job was submitted, as with `python -m`. A file may import the files
-  beside it. All of reward.functions are loaded in each process, so files in different folders cannot import files of
-  the same name beside them.
+- A module is found among the installed ones, and then in the folder in which the job was submitted; one of yours with
+  the name of an installed one is refused. A file may import the files beside it. All of reward.functions are loaded in
+  each process, so files in different folders cannot import files of the same name beside them.
 """

@@ -1,7 +1,7 @@
 """Scores 1 if the final answer is mathematically equal to the reference answer, else 0, by the math-verify library.
 
 The final answer is the last \\boxed{...}, or what math-verify finds if there is none. There is no time limit here;
-RewardProcesses ends a process that takes too long.
+RewardProcesses ends a process that takes too long. A comparison that needs too much memory raises MemoryError.
 """
 
 from __future__ import annotations
@@ -13,10 +13,13 @@ from typing import Any
 
 from math_verify import parse, verify  # type: ignore[import-untyped]
 
+from hpc_rl.host.bounds import more_memory
 from hpc_rl.rewards.number import required_text
 
 _BOXED = "\\boxed"
 _PERCENT = re.compile(r"\\?%")
+MEMORY_BYTES = 1 << 30
+"""What a comparison may need; usual ones need less than a hundredth."""
 
 # math-verify warns that its time limits are off. They are alarms, which cannot interrupt arithmetic on large numbers.
 for _name in ("math_verify.parser", "math_verify.grader"):
@@ -30,6 +33,11 @@ def score(response: str, answer: object) -> float:
     """
     text = required_text(answer)
     found = response[max(response.rfind(_BOXED), 0) :]
+    with more_memory(MEMORY_BYTES):  # a response of a few characters can be a number with billions of digits
+        return _compare(text, found)
+
+
+def _compare(text: str, found: str) -> float:
     parsed = parse(_PERCENT.sub("", found), parsing_timeout=None)
     references = [_reference(text)]
     percentages = [_PERCENT.search(one) is not None for one in (text, found)]

@@ -1,4 +1,4 @@
-"""A process that scores: python -m hpc_rl.rewards.worker FD, started and ended by hpc_rl.rewards.processes.
+"""A process that scores: python -P -m hpc_rl.rewards.worker FD, started and ended by hpc_rl.rewards.processes.
 
 FD is a socket. The process receives (spec, kwargs) of each function, loads the functions, and sends the names of the
 extra parameters that each one takes, or the UserError that loading raised. Then it receives lists of calls and sends
@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 from hpc_rl.errors import UserError
 from hpc_rl.host.processes import die_with_parent
+from hpc_rl.host.search_path import look_last
 from hpc_rl.rewards import signature
 from hpc_rl.rewards.load import load_function
 from hpc_rl.rewards.number import split_reward
@@ -58,6 +59,7 @@ def result_of(functions: Sequence[Callable[..., Any]], call: Call) -> Result:
 def main(fd: int) -> None:
     """Load the functions, then score until the socket is closed."""
     die_with_parent()
+    look_last()
     connection: Connection[Any, Any] = Connection(fd)
     try:
         functions = [load_function(spec, kwargs) for spec, kwargs in connection.recv()]

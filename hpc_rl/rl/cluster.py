@@ -8,11 +8,12 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, Protocol
 
 import ray
+from ray.job_config import JobConfig
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from hpc_rl.config.compose import dump
@@ -27,6 +28,7 @@ from hpc_rl.host.files import Follower, write_atomically
 from hpc_rl.host.ray_python import quoted_python
 from hpc_rl.host.ray_token import make_token
 from hpc_rl.host.scratch import held_scratch
+from hpc_rl.host.search_path import safe_variables
 from hpc_rl.rl.fates import Actor, died
 from hpc_rl.rl.pools import release_pools
 from hpc_rl.run_dir import RunDir
@@ -160,6 +162,7 @@ def start_ray(**options: Any) -> None:
     """
     if options.get("address", "local") == "local":  # the nodes of a job start their workers with a path without spaces
         options["runtime_env"] = quoted_python() | options.get("runtime_env", {})
+    options.setdefault("job_config", _without_folders())
     for tries in range(1, _STARTS + 1):
         try:
             ray.init(**options)
@@ -173,6 +176,20 @@ def start_ray(**options: Any) -> None:
                     f"Ray's processes did not start within 30 s, {_STARTS} times. This machine has a load of "
                     f"{load:.0f} on {counted(cpus, 'CPU')}: run on a machine with less load"
                 ) from error
+
+
+class _NoFolders(list[str]):
+    """The folders of a driver that all workers look into before Python's own modules. It stays empty."""
+
+    def extend(self, _folders: Iterable[str]) -> None:
+        """Ignore the working folder and that of the driver, which `ray.init` adds."""
+
+
+def _without_folders() -> JobConfig:
+    """Return the settings of a job whose workers look for modules where this process does, with -P."""
+    settings = JobConfig()
+    settings._py_driver_sys_path = _NoFolders()
+    return settings
 
 
 def new_run(kind: str) -> RunDir:
@@ -208,7 +225,7 @@ def worker_environment(config: DriverConfig) -> dict[str, str]:
         defaults |= _CPU_DEFAULTS
     if isinstance(config, PpoConfig) and config.transfer_queue.enable:
         defaults |= _TRANSFER_QUEUE_DEFAULTS
-    return {name: os.environ.get(name, value) for name, value in defaults.items()}
+    return {name: os.environ.get(name, value) for name, value in defaults.items()} | safe_variables()
 
 
 def driver_log(logs: Path) -> Path:

@@ -20,6 +20,8 @@ from typing import Any
 from pydantic import BaseModel, ValidationError
 
 from hpc_rl.config.compose import problem_text
+from hpc_rl.config.groups import check_own
+from hpc_rl.config.groups import folders as config_folders
 from hpc_rl.config.job import JobConfig
 from hpc_rl.config.keys import documented_keys, find_annotation, nearest
 from hpc_rl.config.kinds import KINDS
@@ -28,6 +30,7 @@ from hpc_rl.config.references import expanded_path
 from hpc_rl.config.training import TrainingConfig
 from hpc_rl.config.tree import compose_yaml, put
 from hpc_rl.errors import UserError
+from hpc_rl.host.ownership import refuse_foreign, trust_group
 from hpc_rl.host.shipped import shipped
 
 ENV_SITE = "HPC_RL_SITE"
@@ -110,6 +113,8 @@ def load_profile(site: str | None = None, environ: Mapping[str, str] = os.enviro
     for layer in layers:
         if not layer.found:
             continue
+        if layer.name == "project":
+            refuse_foreign(f"site profile ./{layer.file}", layer.file)
         for key, value, line in read(layer.file):
             origin = Origin(layer.file, line)
             if problem := _unknown(key):
@@ -118,6 +123,8 @@ def load_profile(site: str | None = None, environ: Mapping[str, str] = os.enviro
             for old in [old for old in values if _is_above(old, key) or _is_above(key, old)]:
                 del values[old], origins[old]
             values[key], origins[key] = value, origin
+        if isinstance(group := values.get("slurm.group"), str):
+            trust_group(group)
     problems += _wrong_values(values, origins)
     if problems:
         in_order = sorted(problems, key=lambda found: (str(found[0].file), found[0].line or 0))
@@ -139,8 +146,9 @@ def find(site: str) -> Path:
         if not path.is_file():
             raise UserError(f"site profile {site}: there is no such file")
         return path
-    for folder in (Path("configs"), shipped("configs")):
+    for folder in config_folders():
         if (named := folder / "site" / f"{site}.yaml").is_file():
+            check_own(named)
             return named
     raise UserError(f"site profile {site} does not exist; the shipped profiles are {', '.join(shipped_names())}")
 

@@ -20,6 +20,7 @@ from submitit.core.utils import FailedJobError
 from submitit.slurm.slurm import SlurmExecutor, SlurmInfoWatcher, SlurmJob
 
 from hpc_rl.errors import UserError
+from hpc_rl.host.search_path import without_empty_entries
 from hpc_rl.slurm import commands
 from hpc_rl.slurm.place import CLUSTERS, Place, changed_words, here, is_single
 from hpc_rl.submission.directives import clusters_of, overruled
@@ -143,7 +144,7 @@ def _sbatch(script: str, place: Place, timeout_s: int) -> list[str]:
 
     The cluster is an option, because variables of this shell may name another one.
     """
-    wanted = place.environment(os.environ)
+    wanted = {**place.environment(os.environ), **without_empty_entries(os.environ)}
     for name in (*overruled(os.environ, script), *CLUSTERS):
         wanted.pop(name, None)
     return ["env", *changed_words(os.environ, wanted), "timeout", str(timeout_s), "sbatch", *place.words("sbatch")]

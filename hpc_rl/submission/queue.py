@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import shutil
 import stat
-import subprocess
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -14,8 +13,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hpc_rl.errors import UserError
+from hpc_rl.host import git
 from hpc_rl.host.files import write_atomically
 from hpc_rl.host.processes import held_interrupts
+from hpc_rl.host.secrets import hidden, refuse_secrets
 from hpc_rl.run_dir import SHARED_MODE, SUBMISSION, RunDir, submitting
 from hpc_rl.runs import control
 from hpc_rl.runs.folders import remember
@@ -28,7 +29,6 @@ from hpc_rl.submission.job import Job
 from hpc_rl.submission.script import support_text
 
 GIT_MAX_BYTES = 1_000_000
-GIT_TIMEOUT_S = 20
 
 
 def check_free(run: RunDir, kind: str) -> None:
@@ -89,6 +89,7 @@ def prepare(job: Job, script: str, code: str | None = None) -> None:
     Args:
         code: the snapshot, if it was taken already for several runs.
     """
+    refuse_secrets({"the job script": script})
     reserve(job.run_dir.path)
     job.run_dir.check_owner(job.config.slurm.group)
     job.run_dir.path.chmod(stat.S_IMODE(job.run_dir.path.stat().st_mode) & ~0o022)
@@ -257,20 +258,11 @@ def remove(folder: Path) -> None:
 
 def git_snapshot(folder: Path) -> str:
     """Describe commit, branch and uncommitted changes of the repository that contains a folder, if there is one."""
-    head = _git(folder, "log", "-1", "--format=commit %H%ndate %cI%nsubject %s")
+    head = git.commit(folder)
     if head is None:
         return f"{folder} is not in a git repository\n"
-    branch = _git(folder, "rev-parse", "--abbrev-ref", "HEAD") or ""
-    changes = (_git(folder, "status", "--porcelain") or "") + (_git(folder, "diff", "HEAD") or "")
+    changes = git.changes(folder)
     if len(changes) > GIT_MAX_BYTES:
         changes = changes[:GIT_MAX_BYTES] + "\n[cut]\n"
-    return f"{head}branch {branch}\n{changes or 'no uncommitted changes'}".rstrip() + "\n"
-
-
-def _git(folder: Path, *arguments: str) -> str | None:
-    command = ["git", "-C", str(folder), *arguments]
-    try:
-        done = subprocess.run(command, capture_output=True, timeout=GIT_TIMEOUT_S, check=False)
-    except (FileNotFoundError, subprocess.TimeoutExpired):
-        return None
-    return done.stdout.decode(errors="replace") if done.returncode == 0 else None
+    changes = hidden(changes)
+    return f"{head}branch {git.branch(folder)}\n{changes or 'no uncommitted changes'}".rstrip() + "\n"

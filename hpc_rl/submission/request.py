@@ -14,6 +14,7 @@ from hpc_rl.config.job import JobConfig
 from hpc_rl.config.kinds import KINDS
 from hpc_rl.config.references import expanded_path
 from hpc_rl.errors import UserError
+from hpc_rl.host.ownership import trust_group
 from hpc_rl.run_dir import ENV_RUN_DIR, RunDir
 from hpc_rl.runs.models import models_of_runs
 from hpc_rl.runs.status import ROOT
@@ -89,6 +90,9 @@ def plan(request: Request, taken: frozenset[str] = frozenset(), nodes: NodeListi
     on_test_partition = request.is_test and "slurm.partition" not in request.settings
     models = models_of_runs(may_come=request.after is not None)
     fill_in = [models, *([_choose_test_partition] if on_test_partition else []), devices.fill_in]
+    for word in request.overrides:
+        if word.startswith("slurm.group="):
+            trust_group(word.partition("=")[2])
     site = load_profile(request.site).values
     config = compose(request.kind, request.overrides, request.settings, site, fill_in, request.typed)
     return job_of(request, config, taken, devices)

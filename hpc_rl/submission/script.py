@@ -6,7 +6,7 @@ import hashlib
 import re
 import shlex
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,9 @@ from hpc_rl.config.job import JobConfig
 from hpc_rl.config.ray import RayJobConfig
 from hpc_rl.config.slurm import SlurmConfig
 from hpc_rl.errors import UserError
+from hpc_rl.host.bounds import cpu_seconds
+from hpc_rl.host.ownership import refuse_foreign
+from hpc_rl.host.secrets import refuse_secrets
 from hpc_rl.host.shipped import shipped
 from hpc_rl.host.walltime import EARLY_S
 from hpc_rl.images import run_options
@@ -24,6 +27,9 @@ from hpc_rl.submission.environment import job_environment
 from hpc_rl.submission.job import Job
 from hpc_rl.submission.resources import further_directives, resource_directives
 from hpc_rl.submission.setup_lines import statements
+
+RENDER_S = 60.0
+"""CPU time for a script, which usually takes a few milliseconds."""
 
 
 def render(job: Job) -> str:
@@ -34,6 +40,8 @@ def render(job: Job) -> str:
     Raises:
         UserError: the template is invalid (the message names file and line), or a script cannot contain a path.
     """
+    words = {f"the word {number} of the program": word for number, word in enumerate(job.program, 1)}
+    refuse_secrets(words | {"the command line": " ".join(job.command)})
     return fill(job.row.template, _values(job))
 
 
@@ -69,11 +77,12 @@ def fill(template: str, values: dict[str, Any]) -> str:
     Raises:
         UserError: the template is invalid; the message names file and line.
     """
-    from jinja2 import Environment, FileSystemLoader, StrictUndefined, TemplateSyntaxError
+    from jinja2 import StrictUndefined, TemplateSyntaxError
+    from jinja2.loaders import FunctionLoader
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-    folders = [Path("slurm_templates"), Path("~/.config/hpc-rl/slurm_templates").expanduser()]
-    environment = Environment(
-        loader=FileSystemLoader([*folders, shipped("slurm_templates")]),
+    environment = ImmutableSandboxedEnvironment(
+        loader=FunctionLoader(_template),
         undefined=StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
@@ -81,13 +90,24 @@ def fill(template: str, values: dict[str, Any]) -> str:
     )
     environment.filters.update(bash=bash_word, directive=directive_word, comment=_printable)
     try:
-        return environment.get_template(template).render(values)
+        with cpu_seconds(RENDER_S, "it"):
+            return environment.get_template(template).render(values)
     except TemplateSyntaxError as error:
         raise UserError(f"template {error.filename or template}, line {error.lineno}: {error.message}") from error
     except UserError:
         raise
     except Exception as error:
         raise UserError(f"template {_template_line(error, template)}: {error}") from error
+
+
+def _template(name: str) -> tuple[str, str, Callable[[], bool]] | None:
+    """Return the text and the file of a template, for Jinja2. A template of another user is refused."""
+    shipped_one = shipped("slurm_templates") / name
+    for folder in (Path("slurm_templates"), Path("~/.config/hpc-rl/slurm_templates").expanduser()):
+        if (own := folder / name).is_file() and not own.samefile(shipped_one):
+            refuse_foreign(f"template {own}", own)
+            return own.read_text(), str(own), lambda: True
+    return (shipped_one.read_text(), str(shipped_one), lambda: True) if shipped_one.is_file() else None
 
 
 def bash_word(text: str) -> str:

@@ -17,6 +17,7 @@ from markupsafe import Markup
 
 from hpc_rl.errors import UserError
 from hpc_rl.host.files import replacing
+from hpc_rl.host.secrets import hidden
 from hpc_rl.run_dir import RunDir
 from hpc_rl.tracking.charts import PlotGroup, phase_medians, plots_of_run, plots_of_runs
 from hpc_rl.tracking.evaluations import evaluation_table
@@ -73,7 +74,7 @@ def write_page(runs: Sequence[Recorded], path: Path, refresh_s: float | None = N
     for run in runs:
         if not run.has_started:
             raise UserError(f"run {run.name} has nothing to report yet: it has not started")
-    page = render_page(runs, refresh_s)
+    page = hidden(render_page(runs, refresh_s))  # a program may have printed one
     try:
         with replacing(path) as partial, partial.open("xb") as file:
             # Replace invalid characters, so that a damaged text does not prevent the report.

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from hpc_rl.errors import UserError
 from hpc_rl.run_dir import RunDir
+from hpc_rl.tracking.wandb_sync import check_settings
 
 if TYPE_CHECKING:
     import wandb
@@ -39,6 +40,7 @@ class WandbRun:
             import wandb
         except ImportError as error:
             raise UserError("trainer.logger includes wandb, but wandb is not installed: pip install wandb") from error
+        check_settings()
         settings = wandb.Settings(
             # Settings reach wandb's own process only; environment variables would also reach gRPC and NCCL.
             http_proxy=proxy,

@@ -10,6 +10,7 @@ from pathlib import Path
 from hpc_rl.config.tree import read_options
 from hpc_rl.errors import RunError, UserError
 from hpc_rl.host.files import write_atomically
+from hpc_rl.host.ownership import refuse_foreign
 from hpc_rl.host.processes import die_with_parent, python_with
 from hpc_rl.run_dir import RunDir
 
@@ -49,6 +50,7 @@ def sync(run: RunDir) -> None:
     python = python_with("wandb", other)
     if python is None:
         raise UserError(_NO_WANDB)
+    check_settings()
     environ = sync_environment(os.environ, run, proxy)
     pages = set()
     for file in new:
@@ -63,6 +65,15 @@ def sync(run: RunDir) -> None:
         print(f"uploaded {shown}" + ("" if whole else ", which is incomplete: the attempt was killed or still runs"))
     for page in sorted(pages):
         print(f"  {page}")
+
+
+def check_settings() -> None:
+    """Refuse ./wandb/settings, which wandb reads at its start, if another user may have written it.
+
+    It can name the server that gets metrics and the user's key.
+    """
+    if (found := Path("wandb", "settings")).exists():
+        refuse_foreign(str(found), found)
 
 
 def offline_runs(run: RunDir) -> list[Path]:

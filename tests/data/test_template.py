@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from transformers import PreTrainedTokenizerFast
 
+from hpc_rl.data.chat import as_text
 from hpc_rl.data.template import (
     added_tokens,
     check_template,
@@ -80,6 +81,31 @@ def test_conversations_that_a_template_rejects(template: str) -> None:
 def test_a_template_cannot_change_the_machine() -> None:
     with pytest.raises(UserError, match="rejects this conversation"):
         render_plainly("{{ ''.__class__.__mro__[1].__subclasses__() }}", MESSAGES, "here")
+
+
+@pytest.mark.parametrize(
+    ("template", "said"),
+    [
+        ("{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}", r"more than 0\.2 s"),
+        ("{{ 10 ** (10 ** 10) }}", "with an operand above 10000"),
+        ("{{ 'x' * 10000000000 }}", "with an operand above 10000"),
+    ],
+)
+def test_a_template_that_never_ends(monkeypatch: pytest.MonkeyPatch, template: str, said: str) -> None:
+    monkeypatch.setattr("hpc_rl.data.template.RENDER_S", 0.2)
+    with pytest.raises(UserError, match=said):
+        render_plainly(template, MESSAGES, "here")
+    assert render_plainly("{{ 2 ** 3 * 4 * 1.5 ~ 'ab' * 2 }}", MESSAGES, "here") == "48.0abab"
+
+
+def test_a_template_that_never_ends_in_transformers(
+    monkeypatch: pytest.MonkeyPatch, tokenizer: PreTrainedTokenizerFast
+) -> None:
+    for module in ("chat", "template"):
+        monkeypatch.setattr(f"hpc_rl.data.{module}.RENDER_S", 0.2)
+    endless = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
+    with pytest.raises(UserError, match=r"here: the chat template rejects .* more than 0\.2 s"):
+        as_text(tokenizer, endless, [{"role": "user", "content": "a"}], "here")
 
 
 @pytest.mark.parametrize("name", ["marked", "dashes"])

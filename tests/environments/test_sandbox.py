@@ -75,6 +75,14 @@ def processes_with(text: str) -> list[int]:
     return found
 
 
+def name_of(pid: int) -> str:
+    """Return the name of a process; empty if it has ended."""
+    try:
+        return Path(f"/proc/{pid}/comm").read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return ""
+
+
 def test_the_tools(runner: str) -> None:
     python = load_definition("hpc_rl.environments.python_tool:Python", {"runner": runner, "time_s": 60})
     (message,) = (
@@ -242,9 +250,7 @@ Sandbox({runner!r}, limits=Limits(time_s=600)).run(["python3", "-c", "import tim
 """
     parent = subprocess.Popen([sys.executable, "-c", code], env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)})
     deadline = time.monotonic() + 600
-    while not any(
-        Path(f"/proc/{pid}/comm").read_text().startswith("python3") for pid in processes_with(mark) if pid != parent.pid
-    ):
+    while not any(name_of(pid).startswith("python3") for pid in processes_with(mark) if pid != parent.pid):
         assert time.monotonic() < deadline and parent.poll() is None
         time.sleep(0.05)
     parent.kill()
@@ -325,7 +331,7 @@ def test_usage_of_a_tree() -> None:
         assert process.stdout is not None
         for _ in range(3):
             process.stdout.readline()
-        tasks, size = tree_usage(process.pid)
+        tasks, size, files = tree_usage(process.pid)
         os.killpg(process.pid, 9)
-    assert tasks == 3 and 3 << 20 < size < 300 << 20
-    assert tree_usage(2**22 + 1) == (0, 0)
+    assert tasks == 3 and 3 << 20 < size < 300 << 20 and files == 9
+    assert tree_usage(2**22 + 1) == (0, 0, 0)

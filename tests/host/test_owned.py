@@ -86,6 +86,6 @@ def test_a_parent_that_has_ended_already_ends_it() -> None:
     with subprocess.Popen(["true"]) as parent:
         parent.wait(DEADLINE_S)
     command = owned.command(["echo", "started"])
-    command[3] = str(parent.pid)
+    command[4] = str(parent.pid)
     done = subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE_S, check=False)
     assert (done.returncode, done.stdout) == (128 + 15, "")

@@ -106,6 +106,6 @@ def test_the_entries_are_those_of_jobs(tmp_path: Path) -> None:
     node = Node(Allocation("7", 0, ("a", "b"), 0, 1), tmp_path, OPTIONS, ["--num-cpus", "3"])
     torchrun, ray = entry(node, 1, "torchrun"), entry(node, 1, "ray")
     assert torchrun[:3] == ["hpc_rl.node.torchrun", "--processes", "1"]
-    assert torchrun[torchrun.index("--") + 1 :][:2] == ["-m", "hpc_rl.probes.acceptance.on_ranks"]
+    assert torchrun[torchrun.index("--") + 1 :][:3] == ["-P", "-m", "hpc_rl.probes.acceptance.on_ranks"]
     assert "--num-cpus" in ray[: ray.index("--")] and "hpc_rl.probes.acceptance.on_ray" in ray[ray.index("--") :]
     assert ray[-2:] == ["--folder", str(tmp_path / "train" / "session-1")]

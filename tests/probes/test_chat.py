@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -14,6 +15,19 @@ import pytest
 from tests.helpers import make_tiny_model
 
 TIMEOUT_S = 600
+OWN_CODE = """
+from transformers import Qwen2Config, Qwen2ForCausalLM
+
+open("ran", "w").close()
+
+
+class OwnConfig(Qwen2Config):
+    model_type = "own_kind"
+
+
+class OwnModel(Qwen2ForCausalLM):
+    config_class = OwnConfig
+"""
 
 
 @pytest.fixture(scope="module")
@@ -51,6 +65,20 @@ def test_a_conversation_from_a_pipe(folder: Path) -> None:
     assert "exceed the model's 64 positions" in errors
     code, alone, _ = say(folder, ["one"], *options)
     assert (code, alone) == (0, shown[:1]), "the end of the input ends the chat"
+
+
+def test_the_first_line_does_not_allow_the_code_of_a_model(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_MODULES_CACHE", str(folder / "modules"))
+    path = make_tiny_model(folder / "remote", hidden=32, layers=2)
+    names = {"AutoConfig": "own.OwnConfig", "AutoModelForCausalLM": "own.OwnModel"}
+    settings = json.loads((path / "config.json").read_text()) | {"model_type": "own_kind", "auto_map": names}
+    (path / "config.json").write_text(json.dumps(settings))
+    (path / "own.py").write_text(OWN_CODE)
+    code, shown, errors = say(folder, ["y", "y"], "./remote")
+    assert code == 2 and not shown and not (folder / "ran").exists()
+    assert "./remote comes with code of its own" in errors and "--trust-remote-code" in errors
+    code, shown, errors = say(folder, ["y"], "./remote", "--trust-remote-code", "--max-tokens", "2")
+    assert code == 0 and len(shown) == 1 and (folder / "ran").exists(), errors
 
 
 def test_a_conversation_that_is_too_long_can_be_begun_anew(folder: Path) -> None:

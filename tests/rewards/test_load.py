@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -56,6 +57,19 @@ def test_own_module(write: Write, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     write("", name="my_rewards/__init__.py")
     monkeypatch.syspath_prepend(tmp_path)
     assert load_function("my_rewards.deep.er:score", {})("", "") == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "whose"), [("random", "a module of Python"), ("numpy", ".*/numpy"), ("sys", "a module of Python")]
+)
+def test_own_module_with_the_name_of_another(
+    write: Write, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, whose: str
+) -> None:
+    write("def score(response, answer): return 1\n", name=f"{name}.py")
+    monkeypatch.chdir(tmp_path)
+    said = rf"{name}\.py has the name of {whose}, which is imported instead: .* path/{name}\.py:score"
+    assert re.search(said, both(f"{name}:score"))
+    assert load_function(f"{name}.py:score", {})("", "") == 1
 
 
 def test_a_module_of_another_python_is_left_to_the_job() -> None:

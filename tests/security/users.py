@@ -40,6 +40,28 @@ def as_ordinary(uid: int, *argv: str) -> list[str]:
     return ["unshare", "--mount", "sh", "-euc", "\n".join([*_openings(), "exec " + shlex.join(drop)])]
 
 
+def hpc_rl(uid: int, *words: str) -> list[str]:
+    """Return the command with which an ordinary user calls hpc-rl."""
+    return as_ordinary(uid, sys.executable, "-P", "-m", "hpc_rl.cli", *words)
+
+
+def run(
+    uid: int, argv: list[str], home: Path, *, folder: Path | None = None, deadline_s: float = DEADLINE_S, **environ: str
+) -> subprocess.CompletedProcess[str]:
+    """Run a command that `as_ordinary` or `hpc_rl` made, with a home and, unless another is named, in it."""
+    return subprocess.run(
+        argv,
+        cwd=folder or home,
+        env=environment(home, environ),
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        errors="replace",
+        timeout=deadline_s,
+        check=False,
+    )
+
+
 @dataclass(frozen=True)
 class Done:
     """A command that has ended."""

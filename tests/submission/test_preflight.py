@@ -264,7 +264,7 @@ def test_slices_of_gpus_do_not_train_together(kind: str, gpu_type: str, gpus: in
         assert [one.check(*one.arguments) for one in questions] in ([], [None])
 
 
-@pytest.mark.parametrize("name", ["HF_TOKEN", "WANDB_API_KEY", "AWS_SECRET_ACCESS_KEY", "MY_PASSWORD"])
+@pytest.mark.parametrize("name", ["HF_TOKEN", "AWS_SESSION_TOKEN", "OPENAI_KEY", "hf_token", "MY_PASSWD"])
 def test_a_secret_in_the_configuration_is_refused(name: str) -> None:
     with pytest.raises(UserError, match=f"slurm.env.{name}: the job script, .* would show it; .* `export {name}=...`"):
         checks.check_secrets("HF_HOME", name)

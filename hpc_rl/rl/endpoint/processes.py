@@ -15,6 +15,7 @@ from hpc_rl.errors import RunError, UserError
 from hpc_rl.host import owned
 from hpc_rl.host.files import tail
 from hpc_rl.host.processes import end
+from hpc_rl.host.search_path import users_environment
 from hpc_rl.rl.endpoint.sessions import Sessions
 
 MOST_FAILURES = 3
@@ -138,7 +139,7 @@ def agent_environment(environ: Mapping[str, str], base_url: str, key: str) -> di
     hosts = [environ.get(name) for name in _PROXIES] + [urlsplit(base_url).hostname]
     direct = ",".join(dict.fromkeys(filter(None, hosts)))  # programs read one of the two
     return {
-        **environ,
+        **users_environment(environ),
         **dict.fromkeys(_PROXIES, direct),
         "OPENAI_BASE_URL": base_url,
         "OPENAI_API_KEY": key,

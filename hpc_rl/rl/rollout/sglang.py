@@ -66,7 +66,7 @@ def load(
     log = placement.log and placement.log.with_name(f"{placement.log.stem}-server.log")
     server = SglangServer(server_settings(config.model, config.rollout, placement), log, start_s)
     # The server also ends responses at the tokens of the model's own configuration.
-    own = AutoConfig.from_pretrained(config.model.path).eos_token_id
+    own = AutoConfig.from_pretrained(config.model.path, trust_remote_code=config.model.trust_remote_code).eos_token_id
     ends = {*eos_token_ids, *(own if isinstance(own, list) else [own])} - {None}
     return SglangEngine(server, config.rollout, ends, placement)
 

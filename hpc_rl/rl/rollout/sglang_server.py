@@ -22,6 +22,7 @@ from hpc_rl.errors import RunError
 from hpc_rl.host import owned, processes
 from hpc_rl.host.files import tail
 from hpc_rl.host.heartbeat import heart
+from hpc_rl.host.search_path import module_command, safe_variables
 from hpc_rl.rl.fates import Fate, leave_reason
 from hpc_rl.rl.process import own_folder
 from hpc_rl.rl.rollout.http_calls import Answer, HttpClient, UnreachableError
@@ -115,14 +116,14 @@ class SglangServer:
         processes.end(self._process, END_S)
 
     def _start(self, file: Path) -> subprocess.Popen[bytes]:
-        command = [sys.executable, "-m", "sglang.launch_server", "--config", str(file)]
+        command = module_command("sglang.launch_server", "--config", str(file))
         output = sys.stdout.fileno() if self._log is None else os.open(self._log, FLAGS, 0o600)
         own = str(Path(owned.__file__).parents[2])  # of this package; other paths of a Ray worker are none of SGLang's
         paths = [own, *filter(None, [os.environ.get("PYTHONPATH")])]
         try:
             return subprocess.Popen(
                 owned.command(command),
-                env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
+                env={**os.environ, **safe_variables(), "PYTHONPATH": os.pathsep.join(paths)},
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,

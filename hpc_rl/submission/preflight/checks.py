@@ -22,6 +22,7 @@ from hpc_rl.data.selection import check_scored
 from hpc_rl.environments.loading import ENVIRONMENT, TOOLS
 from hpc_rl.errors import UserError
 from hpc_rl.host.ray_version import check_ray, installed_ray
+from hpc_rl.host.secrets import names_secret
 from hpc_rl.images.run_options import image_preflight
 from hpc_rl.plan.memory import models_of
 from hpc_rl.rewards.check import check_url
@@ -68,10 +69,7 @@ from hpc_rl.submission.preflight.program import (
     check_transfer_queue,
 )
 from hpc_rl.submission.setup_lines import bash_errors, is_complete, statements
-
-_SECRET = re.compile(r"(HF|HUGGING_FACE_HUB|GITHUB|RAY_AUTH)_TOKEN|\w*(API_KEY|ACCESS_KEY|PASSWORD|_SECRET)")
-"""Names of variables whose values are secret."""
-
+from hpc_rl.tracking.wandb_sync import check_settings
 
 _REPLACES = re.compile(r"(.*[;&|({]\s*)?exec\s+(-\w+\s+)*[^-\s<>&{\d]")
 """A line of bash in which a program takes the place of the shell. `exec > FILE` and `exec 3< FILE` only redirect."""
@@ -120,10 +118,18 @@ def run_directory(job: Job) -> Iterator[Question]:
 def secrets(job: Job) -> Iterator[Question]:
     """Ask whether the configuration, which many files and commands show, contains a secret, and no variable has it."""
     config = job.config
-    yield Question(check_secrets, tuple(sorted(config.slurm.env)))
+    paths = ("/", "~", "$")
+    named = sorted(name for name, value in config.slurm.env.items() if not value.startswith(paths))
+    yield Question(check_secrets, tuple(named))
     name = config.rollout.openai.key_variable if isinstance(config, GenerateConfig) else None
     if name is not None and not config.slurm.setup:
         yield Question(check_key, (name, bool(os.environ.get(name))))
+
+
+def tracking(job: Job) -> Iterator[Question]:
+    """Ask whether wandb would read settings of another user."""
+    if "wandb" in getattr(job.config.trainer, "logger", ()):
+        yield Question(check_settings, ())
 
 
 def bash_lines(job: Job) -> Iterator[Question]:
@@ -313,6 +319,7 @@ CHECKS: tuple[Callable[[Job], Iterator[Question]], ...] = (
     run_directory,
     locks,
     secrets,
+    tracking,
     bash_lines,
     image,
     gpus,
@@ -335,7 +342,7 @@ PROGRAMS: dict[str, Callable[[tuple[str, ...]], str | None]] = {
 def check_secrets(*names: str) -> None:
     """Raise UserError if one of the variables in slurm.env usually holds a secret."""
     for name in names:
-        if _SECRET.fullmatch(name):
+        if names_secret(name):
             raise UserError(
                 f"slurm.env.{name}: the job script, config.yaml, job.json and the report would show it; leave it out, "
                 f"and `export {name}=...` before you submit: sbatch passes on the variables of the shell"

@@ -15,6 +15,7 @@ from pathlib import Path
 from hpc_rl.errors import UserError
 from hpc_rl.host import transfer_queue
 from hpc_rl.host.installation import install_command
+from hpc_rl.host.ownership import refuse_foreign
 
 PYTHON_TIMEOUT_S = 60
 _EXTRAS = {
@@ -102,11 +103,13 @@ def check_torchrun_program(program: tuple[str, ...]) -> None:
     if program[0] == "-m":
         if len(program) < 2:
             raise UserError("-m needs the name of a module: hpc-rl submit torchrun -- -m my.module")
+        refuse_foreign("the folder in which -m looks for modules", Path.cwd())
         return
     if re.fullmatch(r"(.*/)?(python[\d.]*|torchrun|accelerate)", program[0]):
         raise UserError(f"leave out {program[0]}: the job starts torchrun itself; write -- train.py --lr 1e-4")
     if not Path(program[0]).is_file():
         raise UserError(f"program {program[0]}: no such file in {Path.cwd()}")
+    _refuse_foreign_program("program", program[0])
 
 
 def check_ray_program(program: tuple[str, ...]) -> str | None:
@@ -131,9 +134,21 @@ def _check_command(what: str, command: tuple[str, ...]) -> str | None:
         script = next((word for word in command[1:] if not word.startswith("-")), None)
         if script is not None and script == command[1] and not Path(script).exists():
             raise UserError(f"{what} {script}: no such file in {Path.cwd()}")
+        if script is not None and script == command[1]:
+            _refuse_foreign_program(what, script)
+        elif "-m" in command or "-c" in command:
+            refuse_foreign(f"{what} {' '.join(command[:3])}: the folder in which Python looks for modules", Path.cwd())
         return None
     if "/" in command[0] and not Path(command[0]).is_file():
         raise UserError(f"{what} {command[0]}: no such file")
+    if "/" in command[0]:
+        _refuse_foreign_program(what, command[0])
     if "/" not in command[0] and shutil.which(command[0]) is None:
         return f"{what} {command[0]} is looked up when the job starts: it is not on PATH here"
     return None
+
+
+def _refuse_foreign_program(what: str, name: str) -> None:
+    """Refuse a relative path that others could replace. An absolute one was chosen with its owner."""
+    if not Path(name).is_absolute():
+        refuse_foreign(f"{what} {name}", Path(name))

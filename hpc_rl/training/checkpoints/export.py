@@ -27,7 +27,7 @@ from hpc_rl.host import peft_folder
 from hpc_rl.host.disk import explained
 from hpc_rl.host.files import refuse_occupied
 from hpc_rl.host.model_kind import is_classifier
-from hpc_rl.host.ownership import is_own_folder, own_folders
+from hpc_rl.host.ownership import own_folders
 from hpc_rl.host.scratch import held, remove_abandoned
 from hpc_rl.run_dir import RunDir
 from hpc_rl.training.checkpoints import adapter_weights, checkpoint, folders, model_state
@@ -240,15 +240,13 @@ def _empty(part: Path, dtype: torch.dtype) -> PreTrainedModel:
 
 
 def _read(auto: Any, part: Path) -> Any:
-    """Read configuration or tokenizer of a checkpoint. Code in a checkpoint of another user is never run; transformers
-    asks before it runs code in one of this user's.
+    """Read configuration or tokenizer of a checkpoint, without running code that it contains.
 
     Raises:
         UserError: it cannot be read.
     """
-    trust = {} if is_own_folder(part) else {"trust_remote_code": False}
     what = "tokenizer" if "Tokenizer" in auto.__name__ else "configuration"
-    return from_pretrained(auto, str(part / model_state.HF), what, "checkpoint", **trust)
+    return from_pretrained(auto, str(part / model_state.HF), what, "checkpoint", trust_remote_code=False)
 
 
 @contextmanager

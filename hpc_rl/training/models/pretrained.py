@@ -162,6 +162,7 @@ def from_pretrained(auto: Any, path: str, what: str, key: str = "model.path", **
     """
     if not Path(path).is_dir():
         check_hub(path)
+    options.setdefault("trust_remote_code", False)  # without a value, transformers asks on standard input
     with _in_one_line(what, path, key):
         return auto.from_pretrained(path, **options)
 
