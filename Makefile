@@ -44,7 +44,7 @@ test: .venv/test
 	$(MAKE) --no-print-directory lint
 	.ci/test $(BIN)/python
 
-test-long: .venv/test
+test-long: .venv/test build/bench
 	.ci/install-slurm
 	.ci/install-apptainer
 	$(BIN)/python -m pytest -m long
@@ -131,8 +131,13 @@ test-gpu: .venv-gpu
 	$@/bin/pip install --quiet --editable '.[rl,qlora,torchao,liger]'
 	touch $@
 
-bench: .venv/test
-	$(BIN)/pip install --quiet --no-deps --requirement benchmarks/requirements.txt
+# What peers need is kept apart, because transformers imports other parts if accelerate is there.
+build/bench: benchmarks/requirements.txt
+	$(BIN)/pip install --quiet --no-deps --upgrade --target $@ --requirement $<
+	touch $@
+
+bench: export PYTHONPATH := $(CURDIR)/build/bench
+bench: .venv/test build/bench
 	$(BIN)/python -m benchmarks.sft
 	$(BIN)/python -m benchmarks.preferences
 	$(BIN)/python -m benchmarks.loss_memory

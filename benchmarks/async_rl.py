@@ -2,8 +2,9 @@
 
 A model of 0.6M parameters learns sums from rewards, as in `make demo`: first from solutions of which 70 % forget to
 carry the one, then with GRPO without a reference, 32 prompts with 8 responses per step. Trainer and engine (`hf`) are
-processes with one thread and a core each; the driver may use both cores. The variants are rollout.staleness 0, 1, 4,
-and 4 with rollout.partial; 4 needs algorithm.tis_cap=2, and with it the old log-probabilities of each batch.
+processes with one thread and a core each; the driver may use both cores. The variants are rollout.staleness 0, 1 and 4.
+4 is tried with PPO's ratio to the policy that sampled, which is clipped, with algorithm.tis_cap=2, which needs the old
+log-probabilities of each batch, and with rollout.partial.
 
 Runs are fresh processes and take turns: all variants with one seed, then with the next. Seconds of a step are the
 median over those after the warm-up, without saving and validation. The limit is the speed-up that staleness could give:
@@ -21,6 +22,7 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
+from statistics import mean
 from typing import Any
 
 from benchmarks.common import in_turns, median, median_ratio, publish, table
@@ -30,10 +32,15 @@ BASE = "staleness 0"
 VARIANTS: dict[str, tuple[str, ...]] = {
     BASE: (),
     "staleness 1": ("rollout.staleness=1",),
-    "staleness 4": ("rollout.staleness=4", "algorithm.tis_cap=2"),
-    "staleness 4, partial": ("rollout.staleness=4", "algorithm.tis_cap=2", "rollout.partial=true"),
+    "staleness 4": ("rollout.staleness=4",),
+    "staleness 4, cap": ("rollout.staleness=4", "algorithm.tis_cap=2"),
+    "staleness 4, partial": ("rollout.staleness=4", "rollout.partial=true"),
+    "staleness 4, partial, cap": ("rollout.staleness=4", "algorithm.tis_cap=2", "rollout.partial=true"),
 }
-METRICS = ("timing_s/gen", "perf/engine_idle_s", "rollout/staleness/mean", "rollout/staleness/max")
+METRICS = (
+    *("timing_s/gen", "perf/engine_idle_s", "rollout/staleness/mean", "rollout/staleness/max", "actor/ppo_kl"),
+    *("actor/pg_clipfrac", "training/rollout_log_ratio", "training/is_weight/capped", "training/is_weight/ess"),
+)
 WARM_UP = 6
 TIMEOUT_S = 3600
 ENVIRONMENT = {
@@ -85,13 +92,13 @@ def run_options(folder: Path, seed: int, arguments: argparse.Namespace) -> list[
             "algorithm=grpo",
             "algorithm.kl.where=none",
             "reward.function=exact",
-            "actor.optim.lr=3e-4",
+            f"actor.optim.lr={arguments.lr}",
             "actor.optim.lr_scheduler=linear",
         ),
         *("data.max_prompt_length=24", "data.max_response_length=6", "data.train_batch_size=32", "rollout.n=8"),
         *(f"rollout.max_num_seqs={arguments.sequences}", "rollout.name=hf"),
         *("pools.spec={train: [1], rollout: [1]}", "pools.roles.rollout=rollout", "trainer.n_gpus_per_node=2"),
-        *("trainer.val_before_train=false", "trainer.test_freq=0", "trainer.save_minutes=0", "trainer.export=false"),
+        *("trainer.val_before_train=true", "trainer.test_freq=0", "trainer.save_minutes=0", "trainer.export=false"),
         *(f"trainer.total_training_steps={arguments.steps}", f"trainer.seed={seed}"),
     ]
 
@@ -115,12 +122,13 @@ def measure(folder: Path, arguments: argparse.Namespace) -> dict[str, list[dict[
 
 
 def summary(records: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    """Return the medians of a run over its steps after the warm-up, and its last score."""
+    """Return the medians of a run over its steps after the warm-up, and its scores at the start and at the end."""
     steps = [record for record in records if "perf/time_per_step" in record][WARM_UP:]
     found = {name: median([record[name] for record in steps]) for name in METRICS if name in steps[0]}
     found |= {"rollout/staleness/max": max(record.get("rollout/staleness/max", 0.0) for record in steps)}
-    (score,) = (record["val/score"] for record in records if "val/score" in record)
-    return {**found, "step_s": median([record["perf/time_per_step"] for record in steps]), "val/score": score}
+    first, last = (record["val/score"] for record in records if "val/score" in record)
+    step_s = median([record["perf/time_per_step"] for record in steps])
+    return {**found, "step_s": step_s, "first score": first, "val/score": last}
 
 
 def limits(base: Sequence[Mapping[str, float]]) -> list[float]:
@@ -144,6 +152,9 @@ def rows_of(found: Mapping[str, Sequence[Mapping[str, float]]]) -> list[list[str
             f"{median(of(runs, 'perf/engine_idle_s')):.2f}",
             f"{median(of(runs, 'rollout/staleness/mean')):.1f}",
             f"{max(of(runs, 'rollout/staleness/max')):.0f}",
+            f"{median(of(runs, 'actor/ppo_kl')):.3f}",
+            f"{mean(of(runs, 'first score')):.3f}",
+            f"{mean(of(runs, 'val/score')):.3f}",
             ", ".join(f"{score:.3f}" for score in of(runs, "val/score")),
         ]
         for name, runs in found.items()
@@ -152,8 +163,9 @@ def rows_of(found: Mapping[str, Sequence[Mapping[str, float]]]) -> list[list[str
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=40, help="of each run")
+    parser.add_argument("--lr", type=float, default=1e-4, help="actor.optim.lr at the first step")
     parser.add_argument("--sft-steps", type=int, default=300, help="before the runs")
     parser.add_argument("--sequences", type=int, default=20, help="rollout.max_num_seqs")
     arguments = parser.parse_args()
@@ -162,7 +174,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as name:
         prepare(Path(name), arguments.sft_steps)
         found = measure(Path(name), arguments)
-    headers = ["", "steps/s", "speed-up", "trainer waits, s", "engine idle, s", "staleness", "max", "score by seed"]
+    headers = ["", "steps/s", "speed-up", "trainer waits, s", "engine idle, s", "staleness", "max"]
+    headers += ["KL", "score at the start", "at the end", "by seed"]
     generation = [run["timing_s/gen"] for run in found[BASE]]
     rest = [run["step_s"] - run["timing_s/gen"] for run in found[BASE]]
     text = table(headers, rows_of(found))

@@ -41,13 +41,15 @@ VOCABULARY = 4096
 BATCH = 24  # samples per optimizer step: about 4,100 tokens
 RANK, ALPHA = 16, 32.0
 LR = 1e-5
-REPEATS, STEPS = 5, 2
+STEPS = 2
 OURS, LAYERS, PLAIN, WHOLE = "hpc-rl", "peft's layers in hpc-rl", "peft, plain loop", "hpc-rl, all weights"
 ALONE = World(0, 1, torch.device("cpu"))
 
 
 def main() -> None:
-    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--repeats", type=int, default=5)
+    repeats = parser.parse_args().repeats
     torch.set_num_threads(1)
     warnings.filterwarnings("ignore")
     transformers.logging.set_verbosity_error()
@@ -60,7 +62,7 @@ def main() -> None:
         for state in states.values():
             step(state, Clock())
         plain.rate(data[:BATCH])
-        rates = in_turns(variants, REPEATS)
+        rates = in_turns(variants, repeats)
         sizes = {name: checkpoint_bytes(states[name], Path(folder) / name) for name in (OURS, WHOLE)}
     names = (OURS, PLAIN, LAYERS, WHOLE)
     speed = table(

@@ -59,11 +59,13 @@ TOLERANCE = 1e-5
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--vocabulary", type=int, nargs="+", choices=list(WORK), default=list(WORK))
+    parser.add_argument("--repeats", type=int, help="turns of each variant (default: 5, and 3 of the large vocabulary)")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     quiet()
     for vocabulary in arguments.vocabulary:
-        found = {f"{kind}, vocabulary {vocabulary:,}": measure(kind, vocabulary) for kind in ("dpo", "rm")}
+        repeats = arguments.repeats or WORK[vocabulary][0]
+        found = {f"{kind}, vocabulary {vocabulary:,}": measure(kind, vocabulary, repeats) for kind in ("dpo", "rm")}
         text = "\n\n".join(f"{name}\n\n{as_table(rates)}" for name, (rates, _) in found.items())
         results = {name: rates for name, (rates, _) in found.items()}
         differences = {name: off for name, (_, off) in found.items()}
@@ -71,9 +73,9 @@ def main() -> None:
         publish(f"preferences_{vocabulary}", text, results, packages, {"relative difference from TRL": differences})
 
 
-def measure(kind: str, vocabulary: int) -> tuple[dict[str, list[float]], dict[str, float]]:
+def measure(kind: str, vocabulary: int, repeats: int) -> tuple[dict[str, list[float]], dict[str, float]]:
     """Return the pairs per second of every variant, and the differences from TRL before the measurement."""
-    repeats, steps = WORK[vocabulary]
+    steps = WORK[vocabulary][1]
     config = qwen2_config(vocabulary)
     data = pairs(BATCH * steps, vocabulary)
     settings = settings_of(kind)

@@ -19,11 +19,12 @@ from pathlib import Path
 from benchmarks.common import in_turns, median, median_ratio, publish, table
 
 SHARDINGS = ("full", "gradients", "none")
-BATCH, STEPS, REPEATS = 64, 3, 5
+BATCH, STEPS = 64, 3
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--rank-of", choices=SHARDINGS, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.rank_of:
@@ -31,7 +32,7 @@ def main() -> None:
         return
     variants = {"1 rank": partial(launch, 1, "none")}
     variants |= {f"2 ranks, sharding {sharding}": partial(launch, 2, sharding) for sharding in SHARDINGS}
-    rates = in_turns(variants, REPEATS)
+    rates = in_turns(variants, arguments.repeats)
     rows = [
         [name, f"{median(values):,.0f}", f"{median_ratio(values, rates['1 rank']):.2f}"]
         for name, values in rates.items()

@@ -64,21 +64,24 @@ TRL: dict[str, dict[str, Any]] = {
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--vocabulary", type=int, nargs="+", choices=list(WORK), default=list(WORK))
+    parser.add_argument("--repeats", type=int, help="turns of each variant (default: 5, and 3 of the large vocabulary)")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     quiet()
     for vocabulary in arguments.vocabulary:
         results = {
-            f"vocabulary {vocabulary:,}, loss on {targets}": measure(vocabulary, targets == "all tokens")
+            f"vocabulary {vocabulary:,}, loss on {targets}": measure(
+                vocabulary, targets == "all tokens", arguments.repeats or WORK[vocabulary][0]
+            )
             for targets in ("all tokens", "responses")
         }
         text = "\n\n".join(f"{name}\n\n{as_table(rates)}" for name, rates in results.items())
         publish(f"sft_{vocabulary}", text, results, ["torch", "transformers", "trl", "accelerate"])
 
 
-def measure(vocabulary: int, all_targets: bool) -> dict[str, list[float]]:
+def measure(vocabulary: int, all_targets: bool, repeats: int) -> dict[str, list[float]]:
     """Return the target tokens per second of every variant."""
-    repeats, steps = WORK[vocabulary]
+    steps = WORK[vocabulary][1]
     data = samples(BATCH * steps, vocabulary, all_targets)
     config = qwen2_config(vocabulary)
     with tempfile.TemporaryDirectory() as folder:

@@ -35,7 +35,7 @@ from hpc_rl.training.checkpoints.checkpoint import Saver
 from hpc_rl.training.distributed import World
 from hpc_rl.training.models import packed_attention
 from hpc_rl.training.models.causal_lm import CausalLM, PackedModel, count_flops
-from hpc_rl.training.models.scalar_model import ScalarModel
+from hpc_rl.training.models.scalar_model import ScoreModel
 from hpc_rl.training.offload import ModelOffload
 from hpc_rl.training.optim import build_optimizer
 from hpc_rl.training.stopping import Stopping
@@ -119,7 +119,7 @@ def trainer_state(
     is_scalar = isinstance(settings, RmConfig)
     with world.device:
         hf = (random_classifier if is_scalar else random_model)(config, packed_attention.ATTENTION).train()
-    model: PackedModel = (ScalarModel if is_scalar else CausalLM)(hf)
+    model: PackedModel = (ScoreModel if is_scalar else CausalLM)(hf)
     model.prepare_training(settings.model)
     flops = count_flops(model)
     model = sharding.shard(model, world, settings.trainer)

@@ -3,7 +3,7 @@
     import hpc_rl
 
     run = hpc_rl.submit("sft", nodes=2, overrides=["model=qwen2.5-0.5b", "data.train_files=train.jsonl"])
-    run.wait()
+    run.wait()                              # later, or in another notebook: run = hpc_rl.Run("sft-1")
     pandas.DataFrame(run.metrics()).plot(x="step", y="train/loss")
     hpc_rl.submit("ppo", nodes=4, overrides=["recipe=gsm8k-4nodes", f"model.path={run.model}"])
 
@@ -15,7 +15,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,13 +25,59 @@ from hpc_rl.run_dir import RunDir
 if TYPE_CHECKING:
     from hpc_rl.runs.status import RunStatus
 
+SHOWN_ROWS = 20
+"""First rows, and last rows, that a notebook shows of a long table."""
 
-@dataclass(frozen=True)
+
+def _note(text: str) -> None:
+    print(f"hpc-rl: {text}", file=sys.stderr, flush=True)
+
+
+class Rows(list[dict[str, Any]]):
+    """Rows with the same columns, which a notebook shows as a table and pandas.DataFrame accepts."""
+
+    def _repr_html_(self) -> str:
+        columns = list(dict.fromkeys(name for row in self for name in row))
+        head = "".join(f"<th>{escape(name)}</th>" for name in columns)
+        left_out = len(self) - 2 * SHOWN_ROWS
+        shown = list(self) if left_out <= 0 else [*self[:SHOWN_ROWS], *self[-SHOWN_ROWS:]]
+        lines = [f"<tr>{''.join(f'<td>{_cell(row.get(name))}</td>' for name in columns)}</tr>" for row in shown]
+        if left_out > 0:
+            lines.insert(SHOWN_ROWS, f"<tr><td colspan={len(columns)}>{left_out:,} rows are not shown</td></tr>")
+        return f"<table><thead><tr>{head}</tr></thead><tbody>{''.join(lines)}</tbody></table>"
+
+
 class Run:
-    """A run: its directory, and the commands for an existing run as methods."""
+    """A run: its directory, and the commands for an existing run as methods.
+
+    Args:
+        target: path, name below ./runs, or job id.
+
+    Raises:
+        UserError: there is no such run.
+    """
 
     path: Path
     """The run directory, absolute."""
+
+    def __init__(self, target: str | Path) -> None:
+        from hpc_rl.runs.status import find_run as find
+
+        self.path = find(str(target)).path
+
+    def __repr__(self) -> str:
+        return f"Run({self.name!r})"
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Run) and other.path == self.path
+
+    def __hash__(self) -> int:
+        return hash(self.path)
+
+    def _repr_html_(self) -> str:
+        now = self.status()
+        shown = {"run": now.run, "state": now.state, "job": now.job_id, "step": _step(now), **now.metrics}
+        return Rows([{"": name, self.name: value} for name, value in shown.items()])._repr_html_()
 
     @property
     def name(self) -> str:
@@ -43,11 +89,12 @@ class Run:
 
         return status_of(self._dir)
 
-    def wait(self, timeout_s: float | None = None) -> RunStatus:
+    def wait(self, timeout_s: float | None = None, note: Callable[[str], None] = _note) -> RunStatus:
         """Wait until the run's job has ended, and return its status. A job that is requeued at its walltime continues.
 
         Args:
             timeout_s: maximum number of seconds to wait. None: no limit.
+            note: receives a line whenever the state or the step has changed.
 
         Raises:
             TimeoutError: the job is still queued or running; it continues.
@@ -60,14 +107,23 @@ class Run:
             if deadline is not None and time.monotonic() > deadline:
                 raise TimeoutError(f"run {self.name} has not ended after {timeout_s:g} s; its job continues")
 
-        wait(self._dir, check)
+        seen = ""
+
+        def show(now: RunStatus) -> None:
+            nonlocal seen
+            line = f"{self.name}: {now.state}" + (f", step {_step(now)}" if now.step is not None else "")
+            if line != seen:
+                note(line)
+            seen = line
+
+        wait(self._dir, check, show)
         return self.status()
 
-    def metrics(self) -> list[dict[str, Any]]:
+    def metrics(self) -> Rows:
         """Return one row per step, as in metrics.jsonl: `step`, `time`, and metrics such as `train/loss`."""
         from hpc_rl.tracking.metrics import read_metrics
 
-        return read_metrics(self._dir.metrics)
+        return Rows(read_metrics(self._dir.metrics))
 
     def logs(self, node: int | None = None) -> str:
         """Return the job's log, or all logs of one node (0, 1, ...), one after the other."""
@@ -123,7 +179,7 @@ def submit(
     site: str | None = None,
     test: bool = False,
     force: bool = False,
-    note: Callable[[str], None] = lambda text: print(f"hpc-rl: {text}", file=sys.stderr),
+    note: Callable[[str], None] = _note,
 ) -> Run:
     """Check a job and queue it, like `hpc-rl submit`.
 
@@ -173,12 +229,33 @@ def submit(
     return Run(job.run_dir.path)
 
 
-def find_run(target: str) -> Run:
-    """Find a run by its path, its name below ./runs, or its job id.
+def find_run(target: str | Path) -> Run:
+    """Find a run, as `Run(target)` does.
 
     Raises:
         UserError: there is no such run.
     """
-    from hpc_rl.runs.status import find_run as find
+    return Run(target)
 
-    return Run(find(target).path)
+
+def find_runs(target: str | None = None) -> Rows:
+    """Return the table of `hpc-rl runs`: one row for each run of a directory or a sweep, the newest last.
+
+    Args:
+        target: a directory, or the name of a sweep or pipeline. None: all runs below ./runs.
+
+    Raises:
+        UserError: there is no such directory, sweep or pipeline.
+    """
+    from hpc_rl.runs.table import COLUMNS, find_rows
+
+    rows, _ = find_rows(target)
+    return Rows({name: row.cell(name) for name in COLUMNS} for row in rows)
+
+
+def _step(now: RunStatus) -> str:
+    return "" if now.step is None else f"{now.step} of {now.total_steps}" if now.total_steps else str(now.step)
+
+
+def _cell(value: Any) -> str:
+    return "" if value is None else escape(f"{value:.6g}" if isinstance(value, float) else str(value))

@@ -72,6 +72,11 @@ class RunDir:
         return self.path / _SCRIPT
 
     @property
+    def support(self) -> Path:
+        """support.sh: functions of bash that the job script uses."""
+        return self.path / "support.sh"
+
+    @property
     def job(self) -> Path:
         """job.json: what was submitted, when and as which job."""
         return self.path / _JOB
@@ -181,6 +186,11 @@ class RunDir:
     def losses(self) -> Path:
         """lost-nodes: the nodes that jobs of this run lost. One line for each time: job, attempt, nodes."""
         return self.path / "lost-nodes"
+
+    @property
+    def cancelled(self) -> Path:
+        """.cancelled: the id of the job that this user cancelled last."""
+        return self.path / ".cancelled"
 
     def holder(self) -> str | None:
         """Return the id of the job that holds the lock; None if there is none, or the file system has no locks."""

@@ -52,10 +52,10 @@ class SmallDisk:
 
 
 @contextmanager
-def small_disk(path: Path, size: str = "8m", inodes: int = 1000) -> Iterator[SmallDisk]:
-    """Mount an empty file system on a new folder."""
+def small_disk(path: Path, size: str = "8m", inodes: int = 1000, more: str = "") -> Iterator[SmallDisk]:
+    """Mount an empty file system on a new folder, with more options such as `,noexec`."""
     path.mkdir()
-    options = f"size={size},nr_inodes={inodes},mode=700"
+    options = f"size={size},nr_inodes={inodes},mode=700{more}"
     subprocess.run(["mount", "-t", "tmpfs", "-o", options, "small-disk", path], check=True, timeout=300)
     try:
         yield SmallDisk(path)

@@ -29,6 +29,7 @@ import sys
 import textwrap
 from collections.abc import Iterator
 from dataclasses import dataclass
+from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -46,6 +47,7 @@ from hpc_rl.submission.job import Job
 from hpc_rl.submission.script import _values
 from tests.commands import understand
 from tests.helpers import chats, make_tiny_model
+from tests.http_server import serving
 from tests.marks import long
 
 ROOT = Path(__file__).parents[1]
@@ -66,7 +68,7 @@ TO_BE_WRITTEN = {"configs/recipe/mine.yaml", "hpc_rl/images/charliecloud.py"}
 """Files that the reader is asked to write."""
 REMOVED = {"critic.enable"}
 """Keys that CHANGELOG.md names because they no longer exist."""
-OTHERS = {"from-verl.md", "from-openrlhf.md"}
+OTHERS = {"from-verl.md", "from-openrlhf.md", "from-trl.md"}
 """Pages with other projects' keys, in the first column of their tables."""
 
 
@@ -131,7 +133,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def workshop(tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def workshop(tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """Make the working folder that the pages assume, and change into it."""
     shutil.copytree(model, tmp_path / "models" / "small")
     (tmp_path / "data" / "gsm8k").mkdir(parents=True)
@@ -146,7 +148,22 @@ def workshop(tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch) -> Pa
         (tmp_path / program).write_text("")
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)  # a reader's jobs find the models of the hub
-    return tmp_path
+    with serving(_Hub) as address:
+        monkeypatch.setenv("HF_ENDPOINT", address)
+        yield tmp_path
+
+
+class _Hub(BaseHTTPRequestHandler):
+    """Has everything."""
+
+    def do_GET(self) -> None:
+        self.send_response(200)
+        self.end_headers()
+        self.wfile.write(b"{}")
+
+    do_HEAD = do_GET
+
+    def log_message(self, format: str, *args: object) -> None: ...
 
 
 def dry_run(words: list[str]) -> str:

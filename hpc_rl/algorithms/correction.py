@@ -45,6 +45,32 @@ def correction_weights(ratios_N: torch.Tensor, cap: float | None, bounds: tuple[
     return weights_N
 
 
+class WeightStatistics(NamedTuple):
+    """Statistics of the weights of a correction over tokens."""
+
+    mean: float
+    capped: float
+    """Share of the tokens whose ratio is over the cap."""
+    rejected: float
+    """Share of the tokens with the weight 0."""
+    ess: float
+    """Effective sample size as a share of the tokens, (sum w)^2 / (N sum w^2): Kish 1965, Survey Sampling, 11.7."""
+
+
+def weight_statistics(
+    ratios_N: torch.Tensor, cap: float | None, bounds: tuple[float, float] | None
+) -> WeightStatistics:
+    """Measure the weights that `correction_weights` returns; N is at least 1."""
+    weights_N = correction_weights(ratios_N, cap, bounds).double()
+    total, squares = float(weights_N.sum()), float(weights_N.square().sum())
+    return WeightStatistics(
+        mean=total / len(weights_N),
+        capped=0.0 if cap is None else float((ratios_N > cap).double().mean()),
+        rejected=float((weights_N == 0).double().mean()),
+        ess=total * total / (len(weights_N) * squares) if squares else 0.0,
+    )
+
+
 class ProbabilityDifference(NamedTuple):
     """Statistics of |p_trainer - p_rollout| over tokens."""
 

@@ -2,20 +2,81 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Sequence
 from typing import Annotated, Any, NoReturn
 
 import typer
-from typer.core import TyperCommand
+from typer.core import TyperCommand, TyperGroup
 
 from hpc_rl import __version__
 from hpc_rl.cli.completion import run_names, site_names
 from hpc_rl.config.kinds import offered
 from hpc_rl.errors import UserError
 
+
+def one_of(what: str, names: Sequence[str]) -> dict[str, Any]:
+    """Return the settings of a typer argument or option that takes one of some names.
+
+    Args:
+        what: the kind of thing that they name, for the message.
+    """
+
+    def check(context: typer.Context, given: str | None) -> str | None:
+        if given is None or given in names or context.resilient_parsing:
+            return given
+        from hpc_rl.config.keys import nearest
+
+        hint = (_meant(given) if what == "kind" else "") or nearest(given, names)
+        raise UserError(f"there is no {what} {given!r}: choose one of {', '.join(names)}{hint}")
+
+    return {"callback": check, "autocompletion": lambda incomplete: [n for n in names if n.startswith(incomplete)]}
+
+
+def _meant(word: str) -> str:
+    """Return what a word of other tools stands for, as the end of an error message; empty if it is unknown."""
+    from hpc_rl.config.groups import choices
+
+    name = word.lower().replace("-", "_")
+    if name in choices("algorithm"):
+        return f": write hpc-rl submit ppo algorithm={name}"
+    if name in ("ipo", "kto", "simpo", "orpo"):
+        return f": write hpc-rl submit dpo algorithm.loss={name}"
+    if name in _KINDS:
+        return f": write hpc-rl submit {name}"
+    return f": write {_OTHER_WORDS[name]}" if name in _OTHER_WORDS else ""
+
+
+_TRAIN = "hpc-rl submit KIND, with the kind sft, dpo, rm, distill or ppo"
+_OTHER_WORDS = {
+    **dict.fromkeys(("train", "run", "launch", "start", "fit"), _TRAIN),
+    **dict.fromkeys(("finetune", "fine_tune", "finetuning", "lora", "qlora"), "hpc-rl submit sft"),
+    **dict.fromkeys(("rl", "rlhf", "reinforce", "rloo", "remax"), "hpc-rl submit ppo, with algorithm=NAME"),
+    **dict.fromkeys(("reward", "reward_model", "rw"), "hpc-rl submit rm"),
+    **dict.fromkeys(("evaluate", "test", "benchmark"), "hpc-rl eval"),
+    **dict.fromkeys(("inference", "infer", "sample", "rollout"), "hpc-rl submit generate"),
+    **dict.fromkeys(("pipeline", "iterative_dpo"), "hpc-rl chain"),
+    **dict.fromkeys(("ls", "list", "ps", "jobs"), "hpc-rl runs"),
+    **dict.fromkeys(("kill", "abort", "delete"), "hpc-rl cancel, or hpc-rl clean for the files"),
+    **dict.fromkeys(("resume", "restart", "retry"), "hpc-rl requeue"),
+    **dict.fromkeys(("log", "tail"), "hpc-rl logs"),
+}
+"""What other tools call a command or a kind -> what it is here."""
+
+
+class Commands(TyperGroup):
+    """The commands. A word that is none of them, but of a kind or of another tool, is answered with what to type."""
+
+    def resolve_command(self, context: Any, words: list[str]) -> Any:
+        if words and self.get_command(context, words[0]) is None and (meant := _meant(words[0])):
+            raise UserError(f"there is no command {words[0]!r}{meant}")
+        return super().resolve_command(context, words)
+
+
 app = typer.Typer(
     name="hpc-rl",
+    cls=Commands,
     help="""Post-training of language models on a Slurm cluster.
 
     Example: hpc-rl submit sft --nodes 2 --gpus-per-node 4 model=qwen2.5-0.5b data.train_files=train.jsonl
@@ -39,24 +100,6 @@ def _options(
     ] = False,
 ) -> None:
     pass
-
-
-def one_of(what: str, names: Sequence[str]) -> dict[str, Any]:
-    """Return the settings of a typer argument or option that takes one of some names.
-
-    Args:
-        what: the kind of thing that they name, for the message.
-    """
-
-    def check(context: typer.Context, given: str | None) -> str | None:
-        if given is None or given in names or context.resilient_parsing:
-            return given
-        from hpc_rl.config.keys import nearest
-
-        hint = nearest(given, names)
-        raise UserError(f"there is no {what} {given!r}: choose one of {', '.join(names)}{hint}")
-
-    return {"callback": check, "autocompletion": lambda incomplete: [n for n in names if n.startswith(incomplete)]}
 
 
 _KINDS = {kind.name: kind.meaning for kind in offered()}
@@ -87,6 +130,15 @@ RunOrSweepArgument = Annotated[
         metavar="RUN", help="Run directory, name of a run, sweep or pipeline, or job id.", autocompletion=run_names
     ),
 ]
+OptionalRunArgument = Annotated[
+    str | None,
+    typer.Argument(
+        metavar="RUN",
+        help="Run directory, name of a run, or job id. The default is the run in ./runs that was submitted last.",
+        show_default=False,
+        autocompletion=run_names,
+    ),
+]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON for other programs.")]
 
 
@@ -110,6 +162,38 @@ def program_of(context: typer.Context) -> tuple[str, ...]:
 
 def note(text: str) -> None:
     print(f"hpc-rl: {text}", file=sys.stderr)
+
+
+def continue_in_job_python(command: str, packages: Sequence[str], python: str | None = None) -> None:
+    """Run this command in the Python of jobs (slurm.python) instead, if this one lacks packages.
+
+    Args:
+        python: slurm.python, if the command has read it; otherwise it is that of the site profile.
+
+    Raises:
+        UserError: neither has them.
+    """
+    from hpc_rl.host.installation import install_command
+    from hpc_rl.host.processes import python_with
+    from hpc_rl.sites.profile import load_profile
+    from hpc_rl.submission.preflight.program import check_packages
+
+    missing = [name for name in packages if python_with(name, None) is None]
+    if not missing:
+        return
+    python = python or load_profile(None).values.get("slurm.python")
+    names = ", ".join(missing)
+    lacking = f"{command} needs {names}, and {sys.executable} lacks {'it' if len(missing) == 1 else 'them'}"
+    if python is None:
+        raise UserError(
+            f"{lacking}: name the Python of your jobs in the site profile (slurm: {{python: /path/to/python}}; hpc-rl "
+            f"site show lists its files), or install: {install_command('train', sys.executable)}"
+        )
+    if problem := check_packages(python, ["hpc_rl", *packages], command):
+        raise UserError(f"{lacking}; {problem.partition(':')[0]}: run the command where it is")
+    note(f"{command} runs in {python} (slurm.python), because this Python lacks {names}")
+    sys.stdout.flush()
+    os.execv(python, [python, "-P", "-m", "hpc_rl.cli", *sys.argv[1:]])
 
 
 def leave(code: int) -> NoReturn:

@@ -119,7 +119,7 @@ def explain(
     Example: hpc-rl explain slurm-123.out
     """
     from hpc_rl.doctor import diagnosis
-    from hpc_rl.runs.status import find_run, status_of
+    from hpc_rl.runs.status import CANCELLED, find_run, status_of
     from hpc_rl.slurm.states import never_starts
 
     if Path(target).is_file():
@@ -129,14 +129,17 @@ def explain(
         status = status_of(run)
         state, found = status.state, diagnosis.explain_run(run, status)
         never = f"{status.reason}: {why}" if state == "PENDING" and (why := never_starts(status.reason)) else None
+        by = f" {status.reason}" if state == CANCELLED and status.reason else ""
     if as_json:
         findings = [one.as_dict() for one in found.findings]
         known = {"last_message": found.verdict, "findings": findings}
         last = {"last_errors": found.last_errors, "last_lines": found.last_lines}
-        print(json.dumps({"state": state, **known, **last, "plan": found.plan}, indent=2))
+        further = {"launch_error": found.launch_error, "plan": found.plan}
+        print(json.dumps({"state": state, **known, **last, **further}, indent=2))
         return
     if state is not None and state not in diagnosis.FAILED:
-        print(f"run {target} has not failed: its state is {state}")
+        said = f"it was cancelled{by}" if state == CANCELLED else f"its state is {state}"
+        print(f"run {target} has not failed: {said}")
         if never:
             print(f"it will not start by waiting: {never}")
     if text := explanation_text(found):

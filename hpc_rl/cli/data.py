@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from hpc_rl.cli.app import RunArgument, SiteOption, app, leave, one_of
+from hpc_rl.cli.app import RunArgument, SiteOption, app, continue_in_job_python, leave, one_of
 from hpc_rl.cli.paths import path
 from hpc_rl.errors import UserError
 from hpc_rl.host.counted import counted
@@ -47,7 +47,7 @@ def check(
     model: Annotated[
         str | None,
         typer.Option(
-            help="Model whose tokenizer and chat template are used: a folder, or a name on the hub. "
+            help="Model whose tokenizer and chat template are used: a run, a folder, or a name on the hub. "
             "The default is model.path of the configuration.",
             show_default=False,
         ),
@@ -72,22 +72,59 @@ def check(
     from hpc_rl.config.finetune import FinetuneConfig
     from hpc_rl.config.ppo import PpoConfig
     from hpc_rl.data.check import check_data, check_rows
+    from hpc_rl.runs.models import model_for
     from hpc_rl.sites.profile import load_profile
     from hpc_rl.submission.hub import hub_cache
 
     profile = load_profile(site).values
+    model = model and model_for("--model", model, may_come=False)
     has_model = model is not None or "model.path" not in compose_partly(kind, overrides or [], profile)[1]
     settings = {"data.train_files": [file], **({} if model is None and has_model else {"model.path": model or "none"})}
     config = compose(kind, overrides or [], {**settings, **_UNREAD[kind]}, profile)
     assert isinstance(config, FinetuneConfig | PpoConfig)
     if not has_model:
-        print(check_rows(file, config.data))
+        print("\n".join(check_rows(file, config.data)))
         print("To see a row as tokens, name a model: --model FOLDER_OR_NAME")
         return
+    if config.slurm.python is not None and Path(config.slurm.python).exists():
+        continue_in_job_python("data check", ("transformers",), config.slurm.python)
     name = config.model.tokenizer_path or config.model.path
     folder = Path(name).expanduser() if Path(name).expanduser().is_dir() else hub_cache(config).model_folder(name)
     for line in check_data(file, row, config.data, config.model, folder):
         print(line)
+
+
+@data_app.command()
+def convert(
+    file: Annotated[
+        str, typer.Argument(metavar="FILE", help="Data file, or the name of a data set on the hub (its train split).")
+    ],
+    output: Annotated[Path, typer.Option(help="File to write: jsonl.")],
+    shape: Annotated[
+        str | None,
+        typer.Option(
+            metavar="SHAPE",
+            help="Shape of the rows, such as sharegpt or alpaca. The default is that of the first row.",
+            show_default=False,
+        ),
+    ] = None,
+) -> None:
+    """Convert a data set to rows that training reads without further options.
+
+    It reads the shapes of ShareGPT, Alpaca, HH, KTO, UltraFeedback, prompt and completion, OpenAI's preferences and
+    verl's files for RL. Every row that is written has been checked.
+
+    Example: hpc-rl data convert sharegpt.json --output train.jsonl
+    """
+    from hpc_rl.data.convert import convert as convert_rows
+    from hpc_rl.data.shapes import SHAPES
+
+    if shape is not None and shape not in SHAPES:
+        raise UserError(f"--shape {shape}: choose one of {', '.join(SHAPES)}")
+    found = convert_rows(file, output, shape)
+    print(f"{output}: {counted(found.rows, 'row')} of the shape {found.name}")
+    options = " ".join(filter(None, [found.shape.kind, f"data.train_files={output}", found.shape.options]))
+    print(f"To train: hpc-rl submit {options}")
 
 
 @data_app.command()
@@ -102,8 +139,13 @@ def gsm8k(
 
     Example: hpc-rl data gsm8k --source openai/gsm8k:main --out data/gsm8k
     """
+    from hpc_rl.data.formats import is_file
     from hpc_rl.data.gsm8k import prepare
 
+    if not Path(source).expanduser().is_dir() and not is_file(source):
+        continue_in_job_python("data gsm8k", ("datasets",))
+    elif source.endswith(".parquet"):
+        continue_in_job_python("data gsm8k", ("pyarrow",))
     _print_counts(out, prepare(source, out))
 
 

@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from hpc_rl.cli.app import app
+from hpc_rl.cli.app import app, continue_in_job_python
 from hpc_rl.cli.completion import run_names
 from hpc_rl.cli.submit import (
     DryRunOption,
@@ -93,9 +93,7 @@ def chat(
 
     Example: hpc-rl chat sft-1 --temperature 0
     """
-    from hpc_rl.host.installation import install_command
     from hpc_rl.host.model_kind import architectures_of, is_classifier
-    from hpc_rl.host.processes import python_with
     from hpc_rl.runs.models import model_of
 
     name = model_of(model)
@@ -105,11 +103,9 @@ def chat(
         raise UserError(
             f"{name} is a classifier ({found[0]}), such as a reward model, and cannot answer: name a language model"
         )
-    python = python_with("torch", None)
-    if python is None or python_with("transformers", None) is None:
-        raise UserError(f"chat needs torch and transformers: {install_command('train', sys.executable)}")
+    continue_in_job_python("chat", ("torch", "transformers"))
     command = [
-        python,
+        sys.executable,
         "-P",
         "-m",
         "hpc_rl.probes.chat",
@@ -118,7 +114,7 @@ def chat(
         f"--max-tokens={max_tokens}",
     ]
     sys.stdout.flush()
-    os.execv(python, [*command, *([] if seed is None else [f"--seed={seed}"])])
+    os.execv(sys.executable, [*command, *([] if seed is None else [f"--seed={seed}"])])
 
 
 def _data_files(word: str) -> str:

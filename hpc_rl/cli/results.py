@@ -10,14 +10,13 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from hpc_rl.cli.app import RunArgument, app, leave, note
+from hpc_rl.cli.app import OptionalRunArgument, app, continue_in_job_python, leave, note
 from hpc_rl.cli.completion import run_names
 from hpc_rl.cli.paths import path
 from hpc_rl.cli.text import aligned, explanation_text, short_path, size_text
 from hpc_rl.errors import UserError
 from hpc_rl.host.counted import counted
 from hpc_rl.host.files import refuse_occupied
-from hpc_rl.host.installation import install_command
 from hpc_rl.run_dir import RunDir
 
 if TYPE_CHECKING:
@@ -26,7 +25,7 @@ if TYPE_CHECKING:
 
 @app.command()
 def watch(
-    run: RunArgument,
+    run: OptionalRunArgument = None,
     once: Annotated[bool, typer.Option("--once", help="Print the current state once and exit.")] = False,
 ) -> None:
     """Watch a run on the terminal: progress, curves, nodes and log.
@@ -37,17 +36,48 @@ def watch(
     """
     from hpc_rl.doctor import diagnosis
     from hpc_rl.runs import live
-    from hpc_rl.runs.status import find_run
+    from hpc_rl.runs.status import find_run, newest_run
 
     def explain(failed: RunDir) -> list[str]:
         _, explanation = diagnosis.diagnosis_of(failed)
         return explanation_text(explanation, brief=True).splitlines()
 
-    found = find_run(run)
+    found = find_run(run or newest_run())
     if once:
         live.print_once(found, explain)
         return
     leave(live.watch(found, explain))
+
+
+@app.command()
+def metrics(
+    run: OptionalRunArgument = None,
+    csv: Annotated[
+        bool, typer.Option("--csv", help="Print all steps and metrics as comma-separated values, for other programs.")
+    ] = False,
+) -> None:
+    """Print the metrics of a run, one row per step: the latest steps, or all of them as CSV.
+
+    Example: hpc-rl metrics sft-1 --csv
+    """
+    from hpc_rl.runs.status import find_run, newest_run
+    from hpc_rl.tracking.formatting import learning_columns
+    from hpc_rl.tracking.metrics import read_metrics, write_csv
+
+    found = find_run(run or newest_run())
+    records = read_metrics(found.metrics)
+    if not records:
+        raise UserError(f"run {found.name} has no metrics yet: {found.metrics} has no step")
+    if csv:
+        write_csv(records, sys.stdout)
+        return
+    rows = learning_columns(records[-_LATEST_STEPS:])
+    print(aligned(rows, right=set(range(len(rows[0])))))
+    if len(records) > _LATEST_STEPS:
+        note(f"the last {_LATEST_STEPS} of {len(records):,} steps; --csv prints all of them, with every metric")
+
+
+_LATEST_STEPS = 20
 
 
 @app.command()
@@ -120,13 +150,10 @@ def export(
 
     folder = Path(source) if Path(source, "trainer.json").is_file() else find_run(source).path
     refuse_occupied(out)  # before imports that take many seconds
-    try:
-        from hpc_rl.training.checkpoints.export import export as export_model
-    except ModuleNotFoundError as error:
-        raise UserError(
-            f"export needs {error.name}, which is not installed: {install_command('train', sys.executable)}"
-        ) from error
+    continue_in_job_python("export", ("torch", "transformers", "safetensors"))
     from transformers.utils import logging
+
+    from hpc_rl.training.checkpoints.export import export as export_model
 
     logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     export_model(folder, out, dtype, merge)

@@ -12,6 +12,7 @@ import typer
 
 from hpc_rl.cli.app import (
     JsonOption,
+    OptionalRunArgument,
     RunArgument,
     RunOrSweepArgument,
     app,
@@ -26,16 +27,19 @@ from hpc_rl.run_dir import ENV_RUN_DIR
 
 
 @app.command()
-def status(run: RunOrSweepArgument, as_json: JsonOption = False) -> None:
+def status(run: OptionalRunArgument = None, as_json: JsonOption = False) -> None:
     """Show the state and progress of a run, or of all stages of a pipeline. If a run failed, the cause comes first.
+
+    Without a name: of the run in ./runs that was submitted last.
 
     Example: hpc-rl status sft-1
     """
     from hpc_rl.doctor import diagnosis
     from hpc_rl.runs import run_sets, table
-    from hpc_rl.runs.status import find_run
+    from hpc_rl.runs.status import find_run, newest_run
     from hpc_rl.tracking.evaluations import evaluation_text, read_evaluation
 
+    run = run or newest_run()
     several = run_sets.find_run_set(run)
     if isinstance(several, run_sets.PipelineDir):
         rows = table.runs_of(several)
@@ -55,7 +59,7 @@ def status(run: RunOrSweepArgument, as_json: JsonOption = False) -> None:
 
 @app.command()
 def logs(
-    run: RunArgument,
+    run: OptionalRunArgument = None,
     follow: Annotated[bool, typer.Option("-f", "--follow", help="Print new lines until the job has ended.")] = False,
     node: Annotated[
         int | None, typer.Option(help="Print all logs of this node (0, 1, ...).", show_default=False)
@@ -67,9 +71,9 @@ def logs(
     Example: hpc-rl logs -f sft-1
     """
     from hpc_rl.runs.follow import LogFiles, RunView, log_files
-    from hpc_rl.runs.status import find_run, status_of
+    from hpc_rl.runs.status import find_run, newest_run, status_of
 
-    found = find_run(run)
+    found = find_run(run or newest_run())
 
     def print_line(path: Path, line: str) -> None:
         if as_json:
@@ -78,9 +82,11 @@ def logs(
             print(line if node is None else f"{path.stem}: {line}", flush=True)
 
     files = log_files(found, node)
-    if not files and not (follow and status_of(found).active):
+    now = None if files else status_of(found)
+    if now is not None and not (follow and now.active):
         what = "log yet" if node is None else f"logs of node {node}"
-        raise UserError(f"run {found.name} has no {what} in {found.path}")
+        ended = f": its job has ended ({now.state}), and hpc-rl explain {found.name} shows why" if now.ended else ""
+        raise UserError(f"run {found.name} has no {what} in {found.path}{ended}")
     if follow and node is None and not as_json:
         with RunView(found) as view:
             leave(wait_for(found, view.poll))

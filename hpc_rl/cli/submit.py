@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import os
+import shlex
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -193,7 +194,7 @@ def submit(
     """
     from hpc_rl.submission import launch, queue
     from hpc_rl.submission.directives import environment_notes
-    from hpc_rl.submission.preflight.checks import check_run_dir
+    from hpc_rl.submission.preflight.folders import check_run_dir
     from hpc_rl.submission.request import job_of_script
 
     here = local or in_allocation
@@ -222,8 +223,6 @@ def carry_out(request: Request, *, dry_run: bool, wait: bool, follow: bool, in_a
 
     if (request.local or in_allocation) and (request.after or (request.local and in_allocation)):
         raise UserError("--local and --in-allocation start immediately: use only one of them, without --after")
-    is_set = {"--dry-run": dry_run, "--local": request.local, "--in-allocation": in_allocation}
-    request = replace(request, flags=tuple(flag for flag, given in is_set.items() if given))
     if dry_run:
         job, text = launch.prepare(request, note)
         print(text, end="")
@@ -260,7 +259,8 @@ def render(
     job, text = launch.make_run_dir(*launch.prepare(request, note))
     queue.prepare(job, text)
     print(text, end="")
-    note(f"created {short_path(job.run_dir.path)}; submit with `sbatch FILE` or `hpc-rl submit {kind} --script FILE`")
+    file = shlex.quote(short_path(job.run_dir.script))
+    note(f"created {file}; after edits, submit it with sbatch {file}, or hpc-rl submit {kind} --script {file}")
 
 
 def request_of(

@@ -85,6 +85,7 @@ def chain(
     ],
     dry_run: DryRunOption = False,
     local: LocalOption = False,
+    show: Annotated[bool, typer.Option("--show", help="Print the path and the file of a pipeline.")] = False,
 ) -> None:
     """Submit stages that run one after the other. Each starts when the previous one completes, from the model that it
     exports.
@@ -94,6 +95,14 @@ def chain(
 
     Example: hpc-rl chain sft model.path=model data.train_files=train.jsonl -- ppo --nodes 2 recipe=gsm8k-2nodes
     """
+    if show:
+        from hpc_rl.config.pipeline import file_of_pipeline, load_pipeline
+
+        load_pipeline(stages[0])
+        path = file_of_pipeline(stages[0])
+        note(str(path))
+        print(path.read_text(encoding="utf-8"), end="")
+        return
     if stages[0] not in KINDS:
         flags = [*(["--dry-run"] if dry_run else []), *(["--local"] if local else [])]
         _run_command("pipeline", "hpc-rl chain", [*flags, *stages])

@@ -38,7 +38,8 @@ def status_text(found: RunStatus) -> str:
     if found.step is not None:
         age = "" if found.step_age_s is None else f", {duration(found.step_age_s)} ago"
         rows.append(("step", f"{found.step} of {found.total_steps}{age}"))
-    shown = ("train/loss", "val/loss", "critic/score/mean", "val/score", "generate/score", "perf/tokens_per_s")
+    score = "eval/score" if "eval/score" in found.metrics else "generate/score"
+    shown = ("train/loss", "val/loss", "critic/score/mean", "val/score", score, "perf/tokens_per_s")
     rows += [(key, f"{found.metrics[key]:.6g}") for key in shown if found.metrics.get(key) is not None]
     if found.state == "RUNNING" and found.metrics.get("perf/eta_s") is not None:
         rows.append(("time left", duration(found.metrics["perf/eta_s"])))
@@ -46,7 +47,7 @@ def status_text(found: RunStatus) -> str:
         rows.append(("disk", found.disk))
     if found.log and Path(found.log).exists():
         rows.append(("log", short_path(Path(found.log))))
-    elif found.state == "FAILED" and not found.attempt:
+    elif found.left_no_log:
         reason = "Its file system is full" if found.disk else "Is the run directory on a shared file system?"
         rows.append(("log", f"none: the job could not write it. {reason}"))
     width = max(len(name) for name, _ in rows)
@@ -74,11 +75,13 @@ def explanation_text(found: Explanation, brief: bool = False) -> str:
             lines.insert(-1, f"  plan:  {found.plan}")
         more = [] if brief else [f"also: {other.failure.title}: {other.line[:MOST_SHOWN]}" for other in others]
         blocks.append("\n".join(lines + more))
-    elif found.last_errors and not brief:
+    if found.launch_error:
+        blocks.append(f"the first error of the launch:\n  {found.launch_error[:MOST_SHOWN]}")
+    if found.last_errors and not (found.findings or brief):
         blocks.append(
             _quoted("the cause is not a known failure; the last lines that look like errors:", found.last_errors)
         )
-    elif found.last_lines and not brief:
+    elif found.last_lines and not (found.findings or brief):
         blocks.append(
             _quoted("no known failure, and no line that looks like an error; the last lines:", found.last_lines)
         )
@@ -102,7 +105,8 @@ def _jobs(job_ids: tuple[str, ...]) -> str:
 
 
 def runs_table(rows: Sequence[RunRow]) -> str:
-    """Return one line per run. If all runs belong to one sweep, each swept key has its own column."""
+    """Return one line per run. If all runs belong to one sweep, each swept key has its own column. Evaluations name the
+    model and the data."""
     keys = list(rows[0].values) if rows and all(row.sweep == rows[0].sweep for row in rows) else []
     table = [["run", *keys, "job", "state", "step", "last metric", "node hours"]]
     for row in rows:
@@ -111,6 +115,7 @@ def runs_table(rows: Sequence[RunRow]) -> str:
         step = "" if now.step is None else f"{now.step}/{now.total_steps}"
         values = [row.values.get(key, "") for key in keys]
         measured = f"{row.metric[0]} {row.metric[1]:.4g}" if row.metric else ""
+        measured = f"{measured}  {row.evaluated}".strip()
         table.append([now.run, *values, now.job_id or "", now.state + failed, step, measured, f"{row.node_hours:.2f}"])
     return aligned(table, right={table[0].index("step"), table[0].index("node hours")})
 

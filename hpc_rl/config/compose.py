@@ -23,7 +23,7 @@ from hpc_rl.config.keys import MISSING, documented_keys, find_annotation, leaf_t
 from hpc_rl.config.kinds import KINDS
 from hpc_rl.config.origins import line_in, origin_of
 from hpc_rl.config.references import resolve, short
-from hpc_rl.config.tree import merged, put, read_tree
+from hpc_rl.config.tree import flat, merged, put, read_tree
 from hpc_rl.errors import UserError
 
 FillIn = Callable[[Mapping[str, Any]], Mapping[str, Any]]
@@ -36,7 +36,7 @@ def compose(
     settings: Mapping[str, Any] | None = None,
     site: Mapping[str, Any] | None = None,
     fill_in: Sequence[FillIn] = (),
-    flags: Sequence[str] = (),
+    typed: Sequence[str] = (),
 ) -> JobConfig:
     """Compose the configuration of one job: schema defaults < profile < job file < overrides < settings.
 
@@ -51,12 +51,12 @@ def compose(
         site: dotted key -> value of the cluster's profile (`Profile.values`); keys that this kind of job does not have
             are left out.
         fill_in: choose keys that depend on all others, one after another; each sees what those before it chose.
-        flags: flags without a key, such as --dry-run, that the complete command in a message repeats.
+        typed: the command, which a message completes; empty if it is none of a command line.
 
     Raises:
         UserError: a key is unknown or missing, a value is invalid, or an override cannot be read.
     """
-    return compose_each(job, overrides, [()], settings, site, fill_in, flags)[0]
+    return compose_each(job, overrides, [()], settings, site, fill_in, typed)[0]
 
 
 def compose_each(
@@ -66,7 +66,7 @@ def compose_each(
     settings: Mapping[str, Any] | None = None,
     site: Mapping[str, Any] | None = None,
     fill_in: Sequence[FillIn] = (),
-    flags: Sequence[str] = (),
+    typed: Sequence[str] = (),
 ) -> list[JobConfig]:
     """Compose one configuration for each point of a sweep. Hydra runs once, unless a point names a group.
 
@@ -92,9 +92,10 @@ def compose_each(
                 put(tree, key, value)
         resolve(KINDS[job].schema, tree)
         words = [*overrides, *own]
-        typed = [*words, *(f"{key}={value}" for key, value in (settings or {}).items())]
-        example = partial(_example_command, job, tree, words=words, settings=settings or {}, flags=flags)
-        found.append(validate(job, tree, example, partial(origin_of, job, overrides=typed)))
+        given = [*words, *(f"{key}={value}" for key, value in (settings or {}).items())]
+        command = typed or ["hpc-rl", "submit", job, *_as_words(settings or {}), *words]
+        example = partial(_example_command, job, tree, command=command)
+        found.append(validate(job, tree, example, partial(origin_of, job, overrides=given)))
     return found
 
 
@@ -322,24 +323,22 @@ def _missing_key(schema: type[BaseModel], loc: Sequence[int | str]) -> str:
     return f"{key}.{next(iter(section.model_fields))}" if is_section else key
 
 
-def _example_command(
-    job: str,
-    tree: Mapping[str, Any],
-    missing: Sequence[str],
-    words: Sequence[str],
-    settings: Mapping[str, Any],
-    flags: Sequence[str],
-) -> str:
+def _as_words(settings: Mapping[str, Any]) -> list[str]:
+    """Return words of a command line that stand for settings."""
+    nodes = ["--nodes", str(settings["trainer.nnodes"])] if "trainer.nnodes" in settings else []
+    others = {key: "null" if value is None else value for key, value in settings.items() if key != "trainer.nnodes"}
+    return [*nodes, *(f"{key}={value}" for key, value in others.items())]
+
+
+def _example_command(job: str, tree: Mapping[str, Any], missing: Sequence[str], command: Sequence[str]) -> str:
     """Return a complete command: what was typed, and words that set the missing keys."""
     nodes = tree.get("trainer", {}).get("nnodes", 1)
-    flags = [*(["--nodes", str(nodes)] if "trainer.nnodes" in settings else []), *flags]
-    rest = [f"{key}={'null' if value is None else value}" for key, value in settings.items() if key != "trainer.nnodes"]
     examples = dict(KINDS[job].examples)
     recipe = recipe_for(nodes) if {"model.path", "reward.function"} <= {*missing} else None
     if recipe is not None:
         examples |= {"model.path": f"recipe={recipe}", "reward.function": ""}
     added = " ".join(examples.get(key, f"{key}=VALUE") for key in missing).split()
-    return shlex.join(["hpc-rl", "submit", job, *flags, *rest, *words, *added])
+    return shlex.join([*command, *added])
 
 
 def _key_in(problem: str) -> str:
@@ -351,13 +350,20 @@ def _key_in(problem: str) -> str:
 def _problem(schema: type[BaseModel], details: Any) -> str:
     key = ".".join(str(part) for part in details["loc"])
     if details["type"] == "extra_forbidden":
-        meanings = {name: meaning for name, _, _, meaning in documented_keys(schema)}
-        sections = dict.fromkeys(name.rpartition(".")[0] for name in meanings if "." in name)
-        return f"{key}: unknown key{nearest(key, [*meanings, *sections], meanings)}"
+        if isinstance(inside := details.get("input"), Mapping) and inside:  # a section: name what is in it
+            return "\n".join(_unknown(schema, f"{key}.{name}") for name in flat(inside))
+        return _unknown(schema, key)
     if details["type"] == "missing":
         return f"{_missing_key(schema, details['loc'])}: required, but not given"
     lines = problem_text(details).splitlines()
     return "\n".join(line if not key or line.startswith(f"{key}.") else f"{key}: {line}" for line in lines)
+
+
+def _unknown(schema: type[BaseModel], key: str) -> str:
+    """Return the message for a key that a kind of job does not have."""
+    meanings = {name: meaning for name, _, _, meaning in documented_keys(schema)}
+    sections = dict.fromkeys(name.rpartition(".")[0] for name in meanings if "." in name)
+    return f"{key}: unknown key{nearest(key, [*meanings, *sections], meanings)}"
 
 
 _EXPECTED = {

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from pydantic import Field
 
-from hpc_rl.config.base import Files, Path, Section
+from hpc_rl.config.base import Files, Path, Section, Table
 from hpc_rl.config.job import JobConfig
 from hpc_rl.config.mixtures import TrainFiles
 from hpc_rl.config.training import ModelConfig, OptimConfig, TrainingConfig, gpu_problems, row_limit
@@ -24,6 +24,8 @@ class FinetuneDataConfig(Section):
     """Validation data, in the same forms (of a data set on the hub, its test split). Empty: no validation."""
     chat_template: Path | None = None
     """File with a Jinja chat template that replaces the tokenizer's. null: the tokenizer's own template."""
+    chat_template_kwargs: Table = {}
+    """Variables of the chat template, such as {enable_thinking: false}."""
     max_length: int = Field(1024, ge=2)
     """Longest sample, in tokens."""
     train_batch_size: int = Field(64, ge=1)

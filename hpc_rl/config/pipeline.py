@@ -85,11 +85,11 @@ class PlannedStage:
     """File or folder that the stage writes."""
 
 
-def load_pipeline(name: str) -> PipelineConfig:
-    """Read a pipeline: a file, or the name of a file below ./configs/pipeline or of a shipped one.
+def file_of_pipeline(name: str) -> Path:
+    """Return the file of a pipeline: the file that is named, or one below ./configs/pipeline or a shipped one.
 
     Raises:
-        UserError: there is no such file, or it is no valid pipeline.
+        UserError: there is none of that name. A file that is named need not exist.
     """
     is_file, known = name.endswith((".yaml", ".yml")), choices("pipeline")
     if not is_file and name not in known:
@@ -98,7 +98,16 @@ def load_pipeline(name: str) -> PipelineConfig:
             f"(.yaml), or begin a chain with one of the kinds {', '.join(trained())}"
             + nearest(name, [*known, *trained()])
         )
-    path = Path(name) if is_file else file_of("pipeline", name)
+    return Path(name) if is_file else file_of("pipeline", name)
+
+
+def load_pipeline(name: str) -> PipelineConfig:
+    """Read a pipeline; see `file_of_pipeline`.
+
+    Raises:
+        UserError: there is no such file, or it is no valid pipeline.
+    """
+    path = file_of_pipeline(name)
     try:
         return PipelineConfig.model_validate(read_tree(path))
     except ValidationError as error:

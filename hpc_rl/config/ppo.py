@@ -246,12 +246,6 @@ class PpoConfig(RayJobConfig):
         pool = pool_of(self, "rollout")
         if others := [role for role in self.roles if role != "rollout" and pool_of(self, role) == pool]:
             yield self._shares_engines(pool, others)
-        if staleness > 1 and not self.algorithm.corrects:
-            yield (
-                f"rollout.staleness={staleness} trains on responses of policies up to {staleness} steps old, and "
-                "without a correction for that, training becomes unstable: set algorithm.tis_cap=2 (or "
-                "algorithm.tis_bounds), or rollout.staleness=1"
-            )
         truncates = rollout.top_p < 1 or rollout.top_k > 0
         scaled = engine_spec(self).truncates_scaled and rollout.temperature != 1
         if truncates and scaled and not self.algorithm.corrects:
@@ -261,11 +255,10 @@ class PpoConfig(RayJobConfig):
                 "trainer would compare them with those of all tokens; set algorithm.tis_cap=2, or remove top_p and "
                 "top_k, or the temperature"
             )
-        if rollout.calculate_log_probs:
+        if rollout.calculate_log_probs and not self.algorithm.corrects:
             yield (
-                "rollout.calculate_log_probs compares the probabilities of engine and trainer, which differ with "
-                f"rollout.staleness={staleness} because their weights differ: set rollout.calculate_log_probs=false, "
-                "or rollout.staleness=0"
+                f"rollout.calculate_log_probs with rollout.staleness={staleness} needs the log-probabilities of a "
+                "correction: set algorithm.tis_cap=2, or remove rollout.calculate_log_probs"
             )
         if rollout.partial and not rollout.merge_lora:
             yield (

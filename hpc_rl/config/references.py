@@ -71,7 +71,7 @@ def expanded_path(path: os.PathLike[str] | str, environ: Mapping[str, str] = os.
 
 
 def _resolved(text: str, key: str, replaces: bool, environ: Mapping[str, str]) -> str:
-    if re.search(r"\$\{[^}]*$", text):
+    if text.rfind("${") > text.rfind("}"):
         raise ValueError(f"{short(text)!r} has an unfinished `${{`: close it with }}, or leave it out")
     if key in _BASH:
         return text

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, field_validator
+from pydantic import AfterValidator, Field, field_validator
 
 from hpc_rl.config.base import Line, Path, Section
 
@@ -19,6 +19,12 @@ Omittable = Literal[
     "open-mode", "signal", "requeue", "no-requeue",
 ]  # fmt: skip
 """Directives that hpc-rl writes and that it can do without."""
+
+
+def _absolute(folder: str) -> str:
+    if not folder.startswith("/"):
+        raise ValueError(f"{folder} is not a full path, such as /local/data")
+    return folder
 
 
 class NodeConfig(Section):
@@ -83,11 +89,17 @@ class SlurmConfig(Section):
     sbatch: dict[str, Line | int | None] = {}
     """Any other options of sbatch. For an option without a value, write null. Same as --sbatch KEY=VALUE."""
     setup: list[str] = []
-    """Lines of bash that run on the first node before the job step, after the modules are loaded."""
+    """Lines of bash that run on the first node before the job step, after the modules are loaded. If one fails, the job
+    ends with exit code 2; end a line with `|| true` if it may fail."""
+    node_folders: list[Annotated[Path, AfterValidator(_absolute)]] = []
+    """Folders that exist on the nodes only, such as those that slurm.setup fills. Options may name files and folders
+    below them that this machine does not have: they are not checked before the job is queued."""
     epilogue: list[str] = []
     """Lines of bash that run on the first node at the end of every attempt, whatever its result."""
     modules: list[Line] = []
     """Environment modules that the job loads, in this order (cuda/12.4)."""
+    module_paths: list[Line] = []
+    """Folders of modulefiles that the job adds to the search path (`module use`) before it loads the modules."""
     proxy: Line | None = None
     """Proxy through which compute nodes reach the internet (http://proxy:3128). It sets http_proxy and https_proxy."""
     env: dict[str, str] = {}

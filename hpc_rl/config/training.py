@@ -145,13 +145,28 @@ class OptimConfig(Section):
     lr_scheduler: Literal["cosine", "linear", "constant"] = "cosine"
     """Shape of the learning rate after the warm-up."""
     warmup_ratio: float = Field(0.03, ge=0, le=1)
-    """Fraction of all steps in which the learning rate rises linearly from 0 to its peak."""
+    """Fraction of all steps in which the learning rate rises linearly. The first of W such steps has 1/(W+1) of the
+    peak."""
     min_lr_ratio: float = Field(0.0, ge=0, le=1)
     """Learning rate at the end of the cosine and linear schedules, as a fraction of the peak."""
     moments: Moments = "float32"
     """How AdamW's two moments are stored. float32: in the type of the trained weights. 8bit: in 8 bits with a scale for
     each block of up to 256 values, which saves nearly 6 bytes per parameter and changes the result slightly. It needs
     torchao."""
+
+
+_OTHER_LOGGERS = ("tensorboard", "mlflow", "swanlab", "comet", "neptune", "clearml", "csv", "file", "json", "trackio")
+
+
+def _known_loggers(value: Any) -> Any:
+    """Return the value. Raises ValueError for loggers of other tools, which names what exists."""
+    names = [value] if isinstance(value, str) else value
+    if isinstance(names, list) and (other := next((name for name in names if name in _OTHER_LOGGERS), None)):
+        raise ValueError(
+            f"there is no logger {other}: choose 'console' or 'wandb', or both. Every run writes metrics.jsonl: hpc-rl "
+            "metrics RUN --csv prints it as a table, hpc-rl watch RUN and hpc-rl report RUN draw it"
+        )
+    return value
 
 
 class RecordedConfig(TrainerConfig):
@@ -162,7 +177,7 @@ class RecordedConfig(TrainerConfig):
     four times as long for loading, saving, generation, validation, export and the first step. 0: no limit."""
     seed: int = Field(1, ge=0, le=2**63 - 1)
     """Random seed, also of the order of the data."""
-    logger: list[Literal["console", "wandb"]] = ["console"]
+    logger: Annotated[list[Literal["console", "wandb"]], BeforeValidator(_known_loggers)] = ["console"]
     """Additional destinations of metrics. metrics.jsonl in the run directory is always written."""
     project_name: str = "hpc-rl"
     """Name of the project in wandb."""

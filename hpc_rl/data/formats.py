@@ -10,15 +10,25 @@ from __future__ import annotations
 import csv
 import json
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import count, groupby, repeat
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from hpc_rl.data.arrow_values import decoders
 from hpc_rl.errors import UserError
 from hpc_rl.host.large_files import check_parquet, refuse_pointer
 
+if TYPE_CHECKING:
+    from pyarrow import RecordBatch
+
 Row = dict[str, Any]
+OPTIONAL_COLUMNS = (
+    *("tools", "functions", "chat_template_kwargs", "enable_thinking", "system", "input", "history"),
+    *("images", "image", "videos", "video", "audios", "audio", "parallel_tool_calls", "margin"),
+)
+"""Columns that change what a row means. They are read besides those that the caller needs."""
 Wanted = Callable[[int], bool]
 """Number of a row in its file, from 0 -> whether the caller needs it."""
 Reader = Callable[[Path, Wanted, Sequence[str]], Iterator[Row | None]]
@@ -63,9 +73,33 @@ def read_some(file: str | Path, wanted: Wanted, columns: Sequence[str] = ()) -> 
     path = data_file(file)
     try:
         refuse_pointer(path)
-        yield from FORMATS[path.suffix.lower()](path, wanted, columns)
+        for number, row in enumerate(FORMATS[path.suffix.lower()](path, wanted, columns), start=1):
+            if row is not None:
+                refuse_broken_text(row, f"{path}, row {number}")
+            yield row
     except OSError as error:
         raise UserError(f"{path}: cannot be read: {error.strerror or error}") from error
+
+
+def refuse_broken_text(row: Row, where: str) -> None:
+    """Raise UserError if a text in a row cannot be written as UTF-8: JSON can name half of a pair of surrogates."""
+    waiting: list[tuple[str, Any]] = [(str(name), value) for name, value in row.items()]
+    for name, value in waiting:
+        if isinstance(value, str):
+            if not value.isascii() and not _is_utf8(value):
+                raise UserError(f"{where}: not valid text in column {name!r} (a lone surrogate); repair or remove it")
+        elif isinstance(value, dict):
+            waiting += ((name, part) for pair in value.items() for part in pair)
+        elif isinstance(value, list):
+            waiting += ((name, part) for part in value)
+
+
+def _is_utf8(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def data_file(file: str | Path) -> Path:
@@ -172,8 +206,8 @@ def _as_object(row: Any, where: str) -> Row:
 def _unique_keys(pairs: list[tuple[str, Any]]) -> Row:
     row = dict(pairs)
     if len(row) < len(pairs):
-        names = [name for name, _ in pairs]
-        twice = next(name for name in names if names.count(name) > 1)
+        counts = Counter(name for name, _ in pairs)
+        twice = next(name for name, number in counts.items() if number > 1)
         raise ValueError(f"the key {twice!r} appears twice")
     return row
 
@@ -237,11 +271,28 @@ def _parquet_rows(path: Path, wanted: Wanted, columns: Sequence[str]) -> Iterato
             first = 0
             for batch in file.iter_batches(batch_size=1024, columns=needed(columns, file.schema_arrow.names)):
                 for is_wanted, start, length in runs(first, first + batch.num_rows, wanted):
-                    rows = batch.slice(start - first, length).to_pylist() if is_wanted else repeat(None, length)
-                    yield from rows
+                    part = batch.slice(start - first, length)
+                    yield from _batch_rows(part, path, start) if is_wanted else repeat(None, length)
                 first += batch.num_rows
     except (pyarrow.ArrowException, OSError) as error:
         raise UserError(f"{path}: not readable as parquet ({str(error).splitlines()[0]})") from error
+
+
+def _batch_rows(batch: RecordBatch, path: Path, first: int) -> Iterator[Row]:
+    decode = decoders(batch.schema)
+    try:
+        rows: Iterable[Row] = batch.to_pylist()
+    except UnicodeDecodeError:  # to find the row
+        rows = (batch.slice(number, 1).to_pylist()[0] for number in range(batch.num_rows))
+    number = first
+    try:
+        for row in rows:
+            number += 1
+            yield row | {name: one(row[name]) for name, one in decode.items()}
+    except UnicodeDecodeError as error:
+        raise UserError(f"{path}, row {number + 1}: not valid text ({error.reason})") from error
+    except json.JSONDecodeError as error:
+        raise UserError(f"{path}, row {number}: not valid JSON ({error})") from error
 
 
 def needed(columns: Sequence[str], known: Sequence[str]) -> list[str] | None:
@@ -249,7 +300,9 @@ def needed(columns: Sequence[str], known: Sequence[str]) -> list[str] | None:
 
     All are read if one that the caller needs is missing, because the message about it lists those that exist.
     """
-    return list(columns) if columns and set(columns) <= set(known) else None
+    if not columns or not set(columns) <= set(known):
+        return None
+    return [*columns, *(name for name in OPTIONAL_COLUMNS if name in known and name not in columns)]
 
 
 def runs(start: int, end: int, wanted: Wanted) -> Iterator[tuple[bool, int, int]]:
@@ -271,5 +324,12 @@ FORMATS: dict[str, Reader] = {
 
 def kind_of(value: Any) -> str:
     """Describe a JSON value for an error message: "text", "a list", ..."""
-    names = {type(None): "null", str: "text", list: "an empty list" if value == [] else "a list", dict: "an object"}
+    names = {
+        type(None): "null",
+        str: "text",
+        list: "an empty list" if value == [] else "a list",
+        dict: "an object",
+        bool: "true or false",
+        bytes: "bytes",
+    }
     return names.get(type(value), "a number")

@@ -22,8 +22,9 @@ if TYPE_CHECKING:
 FORMAT = 1
 """Increase it if a change of this project, outside of the modules below, changes the files or what is in them."""
 _CODE = (
-    *("chat", "formats", "pairs", "preference_rows", "prompt_files", "prompts", "rows", "sample_files", "sft_dataset"),
-    *("sources", "template", "tokenized"),
+    *("arrow_values", "assistant_text", "chat", "formats", "messages", "pairs", "preference_rows", "prompt_files"),
+    *("prompts", "rows", "sample_files", "sft_dataset", "sources", "template", "template_forms", "tokenized"),
+    "turn_ends",
 )
 """Modules of this package that make tokens of rows, which count by their text."""
 _NOT_IN_TOKENS = {

@@ -11,8 +11,8 @@ from numpy.typing import NDArray
 
 from hpc_rl.config.preferences import PreferenceDataConfig
 from hpc_rl.data.formats import Row
+from hpc_rl.data.messages import Chat, Extras, Message, extras, without_effect
 from hpc_rl.data.preference_rows import LabelledRow, PairRow, to_preference
-from hpc_rl.data.rows import Message
 from hpc_rl.data.sft_dataset import Counts, Encoder, Sample, encoder
 from hpc_rl.data.sources import BLOCK_ROWS, chunks
 from hpc_rl.host.heartbeat import heart
@@ -51,9 +51,10 @@ def preference_tokenizer(
         counts = Counts()
         for chunk in chunks(rows, BLOCK_ROWS):
             heart.beat()
-            read = [(to_preference(row, data, where), where) for row, where in chunk]
-            encoded = iter(_encoded(encode, read))
-            for row, _ in read:
+            read = [(to_preference(row, data, where), where, extras(row, where)) for row, where in chunk]
+            counts.add_unused({}, (name for row, _ in chunk for name in without_effect(row, data.columns)))
+            encoded = iter(_encoded(encode, read, counts))
+            for row, _, _ in read:
                 samples = tuple(next(encoded) for _ in _chats(row))
                 values = (row.margin,) if isinstance(row, PairRow) else row.labels
                 found.append(_kept(Preference(samples, values), row, data, counts))
@@ -66,20 +67,25 @@ def _chats(row: PairRow | LabelledRow) -> tuple[list[Message], ...]:
     return (row.chosen, row.rejected) if isinstance(row, PairRow) else (row.messages,)
 
 
-def _encoded(encode: Encoder, rows: Sequence[tuple[PairRow | LabelledRow, str]]) -> Iterable[Sample]:
-    """Tokenize the chats of all rows, with the loss only on what follows the prompt."""
-    chats = [(messages, where) for row, where in rows for messages in _chats(row)]
+def _encoded(
+    encode: Encoder, rows: Sequence[tuple[PairRow | LabelledRow, str, Extras]], counts: Counts
+) -> Iterable[Sample]:
+    """Tokenize the chats of all rows, with the loss only on what follows the prompt. Count what is not used."""
+    chats = [Chat(messages, where, added) for row, where, added in rows for messages in _chats(row)]
     prompts = [
-        (messages[: row.common if isinstance(row, PairRow) else -1], where)
-        for row, where in rows
+        Chat(messages[: row.common if isinstance(row, PairRow) else -1], where, added)
+        for row, where, added in rows
         for messages in _chats(row)
     ]
     # A prompt without a turn of the assistant has no targets, so it need not be tokenized.
-    earlier = [index for index, (prompt, _) in enumerate(prompts) if any(one["role"] == "assistant" for one in prompt)]
+    earlier = [
+        index for index, prompt in enumerate(prompts) if any(one["role"] == "assistant" for one in prompt.messages)
+    ]
     begin = dict(zip(earlier, encode([prompts[index] for index in earlier]) if earlier else (), strict=True))
-    for index, (ids, mask) in enumerate(encode(chats)):
+    for index, (ids, mask, unused) in enumerate(encode(chats)):
+        counts.add_unused(unused)
         if index in begin:
-            mask[: _common_tokens(begin[index][0], ids)] = False
+            mask[: _common_tokens(begin[index].ids, ids)] = False
         mask[:1] = False
         end = int(mask.nonzero()[0].max(initial=-1)) + 1  # templates write a line break after the end-of-turn token
         yield Sample(ids[:end].copy(), mask[:end].copy())

@@ -11,21 +11,24 @@ from typing import Any
 
 from hpc_rl.config.preferences import PreferenceDataConfig, RewardDataConfig
 from hpc_rl.data.formats import Row, kind_of
+from hpc_rl.data.messages import CONVERT, Message, with_system
 from hpc_rl.data.rows import (
     CHOSEN_COLUMNS,
     PROMPT_COLUMNS,
     REJECTED_COLUMNS,
     RESPONSE_COLUMNS,
-    Message,
-    as_chat,
+    as_turns,
     chat_column,
     column,
     known_column,
     pair_columns,
 )
+from hpc_rl.data.shapes import shape_of
 from hpc_rl.errors import UserError
 
 _LABEL_COLUMNS = ("label", "score", "rating")
+_PAIRS = ("hh", "sharegpt-pair", "openai-preference")
+"""Shapes of rows with pairs in other forms."""
 _TRUTH = {"true": 1.0, "false": 0.0}
 
 
@@ -68,6 +71,8 @@ def to_preference(row: Row, data: PreferenceDataConfig, where: str) -> PairRow |
 
 def to_pair(row: Row, data: PreferenceDataConfig, where: str) -> PairRow:
     """Return the pair of a row; see `to_preference`."""
+    if data.chosen_key == "chosen" and (shape := shape_of(row)) in _PAIRS:
+        raise UserError(f"{where}: these are rows of the shape {shape}: {CONVERT}")
     chat = chat_column(row)
     if data.chosen_key not in row and pair_columns(row) is None and chat and row[chat][-1]["role"] == "assistant":
         raise UserError(
@@ -136,20 +141,20 @@ def _whole_chat(
 ) -> list[Message]:
     """Return prompt and response as one chat, which ends with the assistant's turn."""
     response = column(row, option, key, where, _suggested(row, option, names))
-    is_text = isinstance(response, str)
-    answer = [{"role": "assistant", "content": response}] if is_text else as_chat(response, key, where)
+    answer = as_turns(response, "assistant", key, where)
     if answer[-1]["role"] != "assistant":
         raise UserError(
             f"{where}: column {key!r} ends with a turn of the {answer[-1]['role']}, so it has no response; name the "
             f"column with the response (data.{option})"
         )
     # A chat that begins with another role has the prompt in it, whatever the column of the prompt repeats.
-    return answer if answer[0]["role"] != "assistant" else [*_prompt(row, data, where), *answer]
+    chat = answer if answer[0]["role"] != "assistant" else [*_prompt(row, data, where), *answer]
+    return with_system(chat, row, data.columns)
 
 
 def _prompt(row: Row, data: PreferenceDataConfig, where: str) -> list[Message]:
     found = column(row, "prompt_key", data.prompt_key, where, _suggested(row, "prompt_key", PROMPT_COLUMNS))
-    prompt = [{"role": "user", "content": found}] if isinstance(found, str) else as_chat(found, data.prompt_key, where)
+    prompt = as_turns(found, "user", data.prompt_key, where)
     if prompt[-1]["role"] == "assistant":
         raise UserError(
             f"{where}: column {data.prompt_key!r} (data.prompt_key) ends with a turn of the assistant, so it is not a "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -12,7 +13,9 @@ from numpy.typing import NDArray
 from hpc_rl.config.prompts import PromptConfig
 from hpc_rl.data.chat import as_text, chat_template
 from hpc_rl.data.formats import Row
-from hpc_rl.data.rows import to_prompt
+from hpc_rl.data.messages import Chat, Extras, extras, fields_without_effect
+from hpc_rl.data.rows import to_prompt, unlearned
+from hpc_rl.data.sft_dataset import unused_of
 from hpc_rl.data.sources import BLOCK_ROWS, chunks
 from hpc_rl.errors import UserError
 from hpc_rl.host.counted import counted
@@ -44,6 +47,8 @@ class PromptCounts:
     """Prompts cut to data.max_prompt_length (and kept)."""
     dropped: int = 0
     """Prompts left out because they are longer than data.max_prompt_length."""
+    unused: dict[str, int] = field(default_factory=dict)
+    """Fields that the chat template does not render, with their numbers."""
     shortest: int = field(default=0, compare=False)
     """Tokens of the shortest prompt, before any truncation."""
 
@@ -54,13 +59,15 @@ class PromptCounts:
             tokens=self.tokens + other.tokens,
             truncated=self.truncated + other.truncated,
             dropped=self.dropped + other.dropped,
+            unused=dict(Counter(self.unused) + Counter(other.unused)),
             shortest=min(both, default=0),
         )
 
     def __str__(self) -> str:
         text = f"{counted(self.rows, 'prompt')}, {counted(self.tokens, 'token')}"
         lost = {"truncated": self.truncated, "too long, dropped": self.dropped}
-        return "; ".join([text, *(f"{count:,} {what}" for what, count in lost.items() if count)])
+        parts = [f"{count:,} {what}" for what, count in lost.items() if count]
+        return "; ".join([text, *parts, *fields_without_effect(self.unused)])
 
 
 def prompt_tokenizer(
@@ -85,10 +92,16 @@ def prompt_tokenizer(
         for chunk in chunks(rows, BLOCK_ROWS):
             heart.beat()
             asked = [to_prompt(row, data, where) for row, where in chunk]
-            texts = [
-                as_text(tokenizer, template, messages, where, True, tools, data.chat_template_kwargs)
-                for (messages, _), (_, where) in zip(asked, chunk, strict=True)
+            chats = [
+                Chat(unlearned(messages), where, _extras(row, where, data, tools))
+                for (messages, _), (row, where) in zip(asked, chunk, strict=True)
             ]
+            texts = [
+                as_text(tokenizer, template, messages, where, True, added.tools, added.variables)
+                for messages, where, added in chats
+            ]
+            for chat, text in zip(chats, texts, strict=True):
+                counts.unused = dict(Counter(counts.unused) + Counter(unused_of(tokenizer, template, chat, text)))
             encoded = tokenizer(texts, add_special_tokens=False)["input_ids"]
             for (row, where), (_, answer), text, ids in zip(chunk, asked, texts, encoded, strict=True):
                 if not ids:
@@ -99,6 +112,17 @@ def prompt_tokenizer(
         return prompts, counts
 
     return tokenize
+
+
+def _extras(row: Row, where: str, data: PromptConfig, tools: Sequence[dict[str, Any]]) -> Extras:
+    """Return tools and variables of the chat template for a row, whose own ones come first."""
+    own = extras(row, where)
+    if own.tools and tools:
+        raise UserError(
+            f"{where}: the row has tools, and the environment has others; the model can be told only one of the two: "
+            "remove the column 'tools', or the tools of the environment"
+        )
+    return Extras(own.tools or list(tools), {**data.chat_template_kwargs, **own.variables})
 
 
 def _fitted(ids: NDArray[np.int32], data: PromptConfig, counts: PromptCounts) -> NDArray[np.int32] | None:

@@ -13,6 +13,7 @@ from hpc_rl.config.preferences import PreferenceDataConfig, RewardDataConfig
 from hpc_rl.config.prompts import PromptConfig, PromptDataConfig
 from hpc_rl.config.sft import DataConfig
 from hpc_rl.data.formats import CannotCheck, Row, is_file, read_rows
+from hpc_rl.data.messages import extras
 from hpc_rl.data.preference_rows import to_preference
 from hpc_rl.data.rows import to_messages, to_prompt
 from hpc_rl.errors import UserError
@@ -61,6 +62,7 @@ def check_row(row: Row, data: AnyData, where: str) -> None:
         UserError: the row is not valid.
     """
     READERS[type(data)](row, data, where)
+    extras(row, where)
 
 
 def refuse_local(name: str) -> None:

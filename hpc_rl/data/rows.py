@@ -8,10 +8,10 @@ from typing import Any
 
 from hpc_rl.config.prompts import PromptConfig
 from hpc_rl.config.sft import DataConfig
-from hpc_rl.data.formats import Row, kind_of
+from hpc_rl.data.formats import Row
+from hpc_rl.data.messages import CONVERT, TRAIN, Message, as_chat, from_json, with_system
+from hpc_rl.data.shapes import shape_of
 from hpc_rl.errors import UserError
-
-Message = dict[str, Any]
 
 PROMPT_COLUMNS = ("prompt", "question", "instruction", "query", "problem", "input")
 RESPONSE_COLUMNS = ("response", "completion", "answer", "output", "solution", "target")
@@ -19,6 +19,10 @@ CHOSEN_COLUMNS = ("chosen", "preferred", "accepted", "chosen_response", "respons
 REJECTED_COLUMNS = ("rejected", "dispreferred", "rejected_response", "response_rejected")
 """Names that data sets commonly give to a prompt, its response, and a better and a worse one, in the order of
 preference."""
+_READ_BY_OPTIONS = ("prompt-completion",)
+"""Shapes of rows that options can read too."""
+_ALPACA_PARTS = ("input", "history")
+"""Columns that belong to the prompt if it is in the column `instruction`."""
 
 
 def to_messages(row: Row, data: DataConfig, where: str) -> list[Message]:
@@ -35,11 +39,16 @@ def to_messages(row: Row, data: DataConfig, where: str) -> list[Message]:
         other = f"data.messages_key={chat} and leave out data.prompt_key and data.response_key" if chat else None
         prompt = column(row, "prompt_key", data.prompt_key, where, other)
         response = column(row, "response_key", data.response_key, where, other)
-        if not isinstance(response, str):
-            raise UserError(f"{where}: column {data.response_key!r} has {kind_of(response)}; text is needed")
-        asked = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-        return [*as_chat(asked, data.prompt_key, where), {"role": "assistant", "content": response}]
-    if data.messages_key not in row and (pair := pair_columns(row)):
+        _refuse_left_out(row, data.prompt_key, where)
+        answer = as_turns(response, "assistant", data.response_key, where)
+        if answer[0]["role"] != "assistant":
+            raise UserError(
+                f"{where}: column {data.response_key!r} begins with a turn of the {answer[0]['role']}, so it is not a "
+                f"response; if it is a whole chat, set data.messages_key={data.response_key} instead"
+            )
+        messages = [*unlearned(as_turns(prompt, "user", data.prompt_key, where)), *answer]
+        return with_system(messages, row, (data.prompt_key, data.response_key))
+    if data.messages_key not in row and shape_of(row) is None and (pair := pair_columns(row)):
         better = f"data.messages_key={pair[0]}"
         if not _looks_like_chat(row[pair[0]]):
             prompt = known_column(row, PROMPT_COLUMNS) or "COLUMN"
@@ -54,7 +63,29 @@ def to_messages(row: Row, data: DataConfig, where: str) -> list[Message]:
     if not any(message["role"] == "assistant" for message in messages):
         roles = ", ".join(message["role"] for message in messages) or "none"
         raise UserError(f"{where}: no assistant turn to learn from (roles: {roles}); add one or remove the row")
-    return messages
+    return with_system(messages, row, (data.messages_key,))
+
+
+def as_turns(value: Any, role: str, key: str, where: str) -> list[Message]:
+    """Return a column as messages: a list of messages, or text as one message of this role."""
+    parsed = from_json(value)
+    is_chat = not isinstance(parsed, str) and (not isinstance(value, str) or _looks_like_chat(parsed))
+    return as_chat(parsed, key, where) if is_chat else [{"role": role, "content": value}]
+
+
+def unlearned(messages: list[Message]) -> list[Message]:
+    """Return messages whose turns of the assistant carry no loss."""
+    return [{**message, TRAIN: False} if message["role"] == "assistant" else message for message in messages]
+
+
+def _refuse_left_out(row: Row, prompt_key: str, where: str) -> None:
+    """Raise UserError if the prompt has a second part, as in Alpaca's rows."""
+    left_out = [name for name in _ALPACA_PARTS if row.get(name) and name != prompt_key]
+    if prompt_key == "instruction" and left_out:
+        raise UserError(
+            f"{where}: data.prompt_key=instruction leaves out the column {left_out[0]!r}, which belongs to the prompt "
+            f"in Alpaca's form: {CONVERT}"
+        )
 
 
 def to_prompt(row: Row, data: PromptConfig, where: str) -> tuple[list[Message], Any]:
@@ -71,17 +102,17 @@ def to_prompt(row: Row, data: PromptConfig, where: str) -> tuple[list[Message], 
     """
     suggestion = known_column(row, PROMPT_COLUMNS)
     asked = column(row, "prompt_key", data.prompt_key, where, suggestion and f"data.prompt_key={suggestion}")
-    is_text = isinstance(asked, str)
-    messages = [{"role": "user", "content": asked}] if is_text else as_chat(asked, data.prompt_key, where)
+    messages = as_turns(asked, "user", data.prompt_key, where)
     if messages[-1]["role"] == "assistant":
         messages.pop()
     if not messages:
         raise UserError(f"{where}: column {data.prompt_key!r} has only an assistant turn, so there is no prompt")
+    messages = with_system(messages, row, (data.prompt_key, data.answer_key))
     if data.answer_key is None:
         return messages, None
     suggestion = known_column(row, RESPONSE_COLUMNS)
     answer = column(row, "answer_key", data.answer_key, where, suggestion and f"data.answer_key={suggestion}")
-    if answer is None:
+    if answer is None or answer != answer:  # pandas writes NaN for what is missing
         raise UserError(
             f"{where}: column {data.answer_key!r} has null; remove the row, or set data.answer_key=null if the "
             "reward needs no answer"
@@ -102,7 +133,11 @@ def column(row: Row, option: str, key: str, where: str, suggestion: str | None =
         return row[key]
     columns = sorted(map(str, row))
     close = difflib.get_close_matches(key, columns, n=1)
-    if close:
+    shape = shape_of(row)
+    is_labelled = shape == "kto" and option == "response_key"  # options can read it
+    if shape is not None and shape not in _READ_BY_OPTIONS and not is_labelled:
+        hint = f"these are rows of the shape {shape}: {CONVERT}"
+    elif close:
         hint = f"did you mean data.{option}={close[0]}?"
     else:
         hint = f"set {suggestion}" if suggestion else f"set data.{option}"
@@ -137,28 +172,3 @@ def known_column(row: Row, names: Iterable[str]) -> str | None:
 
 def _looks_like_chat(value: Any) -> bool:
     return isinstance(value, list) and bool(value) and all(isinstance(each, dict) and "role" in each for each in value)
-
-
-def as_chat(value: Any, key: str, where: str) -> list[Message]:
-    """Return the messages in a column.
-
-    Raises:
-        UserError: the value is not a list of messages.
-    """
-    if isinstance(value, str):
-        raise UserError(
-            f"{where}: column {key!r} has text, but a list of messages is needed; for columns of text (csv and tsv "
-            "have no others) set data.prompt_key and data.response_key"
-        )
-    if not isinstance(value, list) or not value:
-        raise UserError(f"{where}: column {key!r} has {kind_of(value)}; a list of messages is needed")
-    messages = []
-    for number, message in enumerate(value, start=1):
-        if not isinstance(message, dict) or not isinstance(message.get("role"), str):
-            raise UserError(f'{where}: message {number} of {key!r} is not of the form {{"role": ..., "content": ...}}')
-        # Columns of structs hold null for a field that a message lacks; templates would print it.
-        message = {name: part for name, part in message.items() if part is not None}
-        if not isinstance(message.get("content"), str) and "tool_calls" not in message:
-            raise UserError(f"{where}: message {number} of {key!r} has no text in `content`")
-        messages.append(message)
-    return messages

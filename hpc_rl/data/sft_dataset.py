@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, Any
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, fields
+from itertools import groupby
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from jinja2 import TemplateError
@@ -12,11 +14,14 @@ from numpy.typing import NDArray
 
 from hpc_rl.config.finetune import FinetuneDataConfig
 from hpc_rl.config.sft import DataConfig
-from hpc_rl.data.chat import chat_template, render
+from hpc_rl.data.assistant_text import ChatText
+from hpc_rl.data.chat import as_text, chat_template, render, turn_ends
 from hpc_rl.data.formats import Row
-from hpc_rl.data.rows import Message, to_messages
+from hpc_rl.data.messages import TRAIN, Chat, Extras, Message, extras, fields_without_effect, without_effect
+from hpc_rl.data.rows import to_messages
 from hpc_rl.data.sources import BLOCK_ROWS, chunks
 from hpc_rl.data.template import marks_generation
+from hpc_rl.data.template_forms import forms_of, unused
 from hpc_rl.errors import UserError
 from hpc_rl.host.counted import counted
 from hpc_rl.host.heartbeat import heart
@@ -24,8 +29,20 @@ from hpc_rl.host.heartbeat import heart
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-Encoder = Callable[[list[tuple[list[Message], str]]], Iterator[tuple[NDArray[np.int32], NDArray[np.bool_]]]]
-"""Chats with their places for errors -> the token ids of each, and which of them the assistant wrote."""
+
+class Encoded(NamedTuple):
+    """A chat as tokens."""
+
+    ids: NDArray[np.int32]
+    mask: NDArray[np.bool_]
+    """The tokens that the assistant wrote, without turns that are not to be learned."""
+    unused: dict[str, int]
+    """Fields that the template leaves out; see `unused` in template_forms.py."""
+
+
+Encoder = Callable[[list[Chat]], Iterator[Encoded]]
+_Tokens = tuple[NDArray[np.int32], NDArray[np.bool_], str | None]
+"""Token ids, which of them the assistant wrote, and the text, if it is known."""
 
 
 @dataclass(frozen=True)
@@ -61,9 +78,16 @@ class Counts:
     """Samples left out because no token of the assistant is left."""
     equal: int = 0
     """Pairs left out because both responses are the same."""
+    unused: dict[str, int] = field(default_factory=dict)
+    """Fields without effect on the text, such as those that the chat template does not render, with their numbers."""
 
     def __add__(self, other: Counts) -> Counts:
-        return Counts(**{f.name: getattr(self, f.name) + getattr(other, f.name) for f in fields(Counts)})
+        numbers = {f.name: getattr(self, f.name) + getattr(other, f.name) for f in fields(Counts) if f.name != "unused"}
+        return Counts(**numbers, unused=dict(Counter(self.unused) + Counter(other.unused)))
+
+    def add_unused(self, fields_: Mapping[str, int], columns: Iterable[str] = ()) -> None:
+        """Count fields and columns without effect."""
+        self.unused = dict(Counter(self.unused) + Counter(fields_) + Counter(columns))
 
     def __str__(self) -> str:
         text = f"{counted(self.rows, 'row')}, {counted(self.tokens, 'token')}, {self.target_tokens:,} of them targets"
@@ -73,7 +97,9 @@ class Counts:
             "no target left, dropped": self.no_target,
             "with equal responses, dropped": self.equal,
         }
-        return "; ".join([text, *(f"{count:,} {what}" for what, count in lost.items() if count)])
+        return "; ".join(
+            [text, *(f"{count:,} {what}" for what, count in lost.items() if count), *fields_without_effect(self.unused)]
+        )
 
 
 def chat_tokenizer(
@@ -94,8 +120,10 @@ def chat_tokenizer(
         counts = Counts()
         for chunk in chunks(rows, BLOCK_ROWS):
             heart.beat()
-            for ids, mask in encode([(to_messages(row, data, where), where) for row, where in chunk]):
-                samples.append(_fitted(ids, mask, data, counts))
+            chats = [Chat(to_messages(row, data, where), where, extras(row, where)) for row, where in chunk]
+            for encoded, (row, _) in zip(encode(chats), chunk, strict=True):
+                samples.append(_fitted(encoded.ids, encoded.mask, data, counts))
+                counts.add_unused(encoded.unused, without_effect(row, data.columns))
         return samples, counts
 
     return tokenize
@@ -112,39 +140,84 @@ def encoder(tokenizer: PreTrainedTokenizerBase, data: FinetuneDataConfig) -> Enc
         raise UserError(
             f"the tokenizer {tokenizer.name_or_path!r} has no fast version (tokenizer.json), which training needs"
         )
-    encode = _encode_marked if marks_generation(template) else _encode_rendered
-    return lambda chats: encode(tokenizer, template, chats)
+    ends = None if marks_generation(template) else turn_ends(tokenizer, template)
+
+    def tokens_of(chats: list[Chat]) -> Iterator[_Tokens]:
+        if ends is None:
+            return _encode_marked(tokenizer, template, chats)
+        return _encode_rendered(tokenizer, [render(tokenizer, template, chat, ends) for chat in chats])
+
+    def encode(chats: list[Chat]) -> Iterator[Encoded]:
+        for chat, (ids, mask, text) in zip(chats, tokens_of(chats), strict=True):
+            unused = unused_of(tokenizer, template, chat, text)
+            yield Encoded(ids, _without_excluded(mask, chat), unused)
+
+    return encode
 
 
-def _encode_rendered(
-    tokenizer: PreTrainedTokenizerBase, template: str, chats: list[tuple[list[Message], str]]
-) -> Iterator[tuple[NDArray[np.int32], NDArray[np.bool_]]]:
-    texts = [render(tokenizer, template, messages, where) for messages, where in chats]
+def unused_of(tokenizer: PreTrainedTokenizerBase, template: str, chat: Chat, text: str | None) -> dict[str, int]:
+    """Return the fields of a chat that its template leaves out; see `unused` in template_forms.py."""
+
+    def text_of(messages: list[Message], tools: list[Any]) -> str:
+        return as_text(tokenizer, template, messages, chat.where, False, tools, chat.extras.variables)
+
+    return unused(text, chat.messages, chat.extras.tools, text_of, chat.where)
+
+
+def _without_excluded(mask: NDArray[np.bool_], chat: Chat) -> NDArray[np.bool_]:
+    """Return the mask without the turns that are marked as not to be learned.
+
+    Raises:
+        UserError: the turns cannot be told apart, because the template writes nothing between two of them.
+    """
+    learned = [message.get(TRAIN, True) for message in chat.messages if message["role"] == "assistant"]
+    if all(learned):
+        return mask
+    starts = np.flatnonzero(np.diff(mask, prepend=False) & mask)
+    if len(starts) != len(learned):
+        raise UserError(
+            f"{chat.where}: some turns are not to be learned, but the chat template renders {len(learned)} turns of "
+            f"the assistant as {len(starts)} parts; use another template (data.chat_template), or remove these turns"
+        )
+    turn = np.cumsum(np.isin(np.arange(len(mask)), starts)) - 1
+    return mask & np.asarray(learned)[turn]
+
+
+def _encode_rendered(tokenizer: PreTrainedTokenizerBase, texts: list[ChatText]) -> Iterator[_Tokens]:
     encoded = dict(tokenizer([chat.text for chat in texts], add_special_tokens=False, return_offsets_mapping=True))
     for chat, ids, offsets in zip(texts, encoded["input_ids"], encoded["offset_mapping"], strict=True):
         starts, ends = np.asarray(offsets, dtype=np.int64).reshape(-1, 2).T
         mask = np.zeros(len(ids), dtype=np.bool_)
         for start, end in chat.spans:
             mask |= (starts < end) & (ends > start)  # a token across the border contains some of the assistant's text
-        yield np.asarray(ids, dtype=np.int32), mask
+        yield np.asarray(ids, dtype=np.int32), mask, chat.text
 
 
-def _encode_marked(
-    tokenizer: PreTrainedTokenizerBase, template: str, chats: list[tuple[list[Message], str]]
-) -> Iterator[tuple[NDArray[np.int32], NDArray[np.bool_]]]:
+def _encode_marked(tokenizer: PreTrainedTokenizerBase, template: str, chats: list[Chat]) -> Iterator[_Tokens]:
+    for added, group in groupby(chats, key=lambda chat: chat.extras):
+        yield from _encode_alike(tokenizer, template, list(group), added)
+
+
+def _encode_alike(
+    tokenizer: PreTrainedTokenizerBase, template: str, chats: list[Chat], added: Extras
+) -> Iterator[_Tokens]:
+    """Tokenize chats with the same tools and variables."""
+    forms = forms_of(template)
     try:
         encoded: Any = tokenizer.apply_chat_template(
-            [messages for messages, _ in chats],
+            [forms.fitted(chat.messages) for chat in chats],
             chat_template=template,
+            tools=added.tools or None,
             tokenize=True,
             return_dict=True,
             return_assistant_tokens_mask=True,
+            **added.variables,
         )
     except (TemplateError, TypeError) as error:
-        place = chats[0][1] if len(chats) == 1 else f"between {chats[0][1]} and {chats[-1][1]}"
+        place = chats[0].where if len(chats) == 1 else f"between {chats[0].where} and {chats[-1].where}"
         raise UserError(f"{place}: the chat template rejects a conversation: {error}") from error
     for ids, mask in zip(encoded["input_ids"], encoded["assistant_masks"], strict=True):
-        yield np.asarray(ids, dtype=np.int32), np.asarray(mask, dtype=np.bool_)
+        yield np.asarray(ids, dtype=np.int32), np.asarray(mask, dtype=np.bool_), None
 
 
 def _fitted(ids: NDArray[np.int32], mask: NDArray[np.bool_], data: DataConfig, counts: Counts) -> Sample | None:

@@ -8,7 +8,18 @@ from itertools import islice, repeat
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from hpc_rl.data.formats import CannotCheck, Row, Wanted, data_file, is_file, needed, read_some, runs
+from hpc_rl.data.arrow_values import decoders
+from hpc_rl.data.formats import (
+    CannotCheck,
+    Row,
+    Wanted,
+    data_file,
+    is_file,
+    needed,
+    read_some,
+    refuse_broken_text,
+    runs,
+)
 from hpc_rl.data.hub import load_split
 from hpc_rl.errors import UserError
 from hpc_rl.host.installation import install_command
@@ -103,6 +114,8 @@ def _some_rows(
             rows = _rows_of(file, split, lambda index, n=before: wanted(n + index), columns)
             for number, row in enumerate(rows, start=1):
                 if row is not None:
+                    if not is_file(file):
+                        refuse_broken_text(row, f"{file}, row {number}")
                     yield row, f"{file}, row {number}"
         except CannotCheck as error:
             raise UserError(f"{error}: {install_command('train', sys.executable)}") from error
@@ -118,12 +131,14 @@ def _rows_of(file: str, split: str, wanted: Wanted, columns: Sequence[str]) -> I
 def _split_rows(dataset: Dataset, wanted: Wanted, columns: Sequence[str]) -> Iterator[Row | None]:
     if (read := needed(columns, dataset.column_names)) is not None:
         dataset = dataset.select_columns(read)
+    decode = decoders(dataset.features.arrow_schema, has_json=False)
     for first in range(0, len(dataset), _ROWS_PER_READ):
         for is_wanted, start, length in runs(first, min(first + _ROWS_PER_READ, len(dataset)), wanted):
             if not is_wanted:
                 yield from repeat(None, length)
                 continue
             found = dataset[start : start + length]
+            found |= {name: [one(value) for value in found[name]] for name, one in decode.items()}
             yield from (dict(zip(found, values, strict=True)) for values in zip(*found.values(), strict=True))
 
 

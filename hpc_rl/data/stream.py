@@ -21,7 +21,8 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from hpc_rl.data.formats import Row, needed
+from hpc_rl.data.arrow_values import as_written
+from hpc_rl.data.formats import Row, needed, refuse_broken_text
 from hpc_rl.data.hub import library, parts_of, split_of
 from hpc_rl.data.sources import BLOCK_ROWS
 from hpc_rl.errors import UserError
@@ -115,6 +116,7 @@ class Stream:
         """Number of the next row."""
         self.cursor: Cursor | None = None
         """Its place."""
+        self.name = data.name
         self._data, self._report = data, report
         self._commit: str | None = None
         self._by = f"datasets {library(data.name).__version__}: {', '.join(data.columns)}"
@@ -260,15 +262,18 @@ def write_window(stream: Stream, order: Order) -> Written:
         with partial.open("wb") as file:
             stream.seek(order.first, order.cursor)
             while count < order.rows and (block := stream.take(min(BLOCK_ROWS, order.rows - count))):
-                file.writelines(_line(row) for row in block)
+                for number, row in enumerate(block, start=order.first + count + 1):
+                    refuse_broken_text(row, f"{stream.name}, row {number:,}")
+                file.writelines(map(_line, block))
                 count += len(block)
         partial.replace(order.path)
     return Written(stream.is_at_end, stream.cursor)
 
 
 def _line(row: Row) -> bytes:
-    """Return a row as JSON. Values such as images and dates become null, which training refuses where it reads them."""
-    return json.dumps(row, ensure_ascii=False, default=lambda _: None).encode() + b"\n"
+    """Return a row as JSON. Values such as images become null, which training refuses where it reads them."""
+    found = {name: as_written(value) for name, value in row.items()}
+    return json.dumps(found, ensure_ascii=False, default=lambda _: None).encode() + b"\n"
 
 
 class _Repeated(logging.Handler):

@@ -10,10 +10,11 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from datetime import datetime
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, NoReturn
 
-from jinja2 import Environment, TemplateError, TemplateSyntaxError, nodes
+from jinja2 import Environment, Template, TemplateError, TemplateSyntaxError, nodes
 from jinja2.ext import Extension
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
@@ -42,6 +43,17 @@ def marks_generation(template: str) -> bool:
     return _GENERATION.search(template) is not None
 
 
+def with_variables(template: str, variables: Mapping[str, Any]) -> str:
+    """Return a template in which variables have values unless they are set. An exported model keeps them this way."""
+    defaults = (
+        f"{{%- if {name} is not defined %}}{{%- set {name} = {value!a} %}}{{%- endif %}}"
+        for name, value in variables.items()
+    )
+    # Without the empty text, Jinja would remove a line break with which the template begins.
+    prefix = "".join(defaults) + "{{ '' }}" if variables else ""
+    return template if template.startswith(prefix) else prefix + template
+
+
 def check_template(template: str, where: str) -> None:
     """Compile a chat template with the extensions that transformers offers to templates.
 
@@ -52,7 +64,7 @@ def check_template(template: str, where: str) -> None:
         UserError: Jinja rejects the template; the message gives the line.
     """
     try:
-        _environment().from_string(template)
+        _compiled(template)
     except TemplateSyntaxError as error:
         raise UserError(f"{where}: Jinja rejects the chat template in line {error.lineno}: {error.message}") from error
     except (TemplateError, SyntaxError) as error:
@@ -63,30 +75,30 @@ def render_plainly(
     template: str,
     messages: Sequence[Mapping[str, Any]],
     where: str,
-    special_tokens: Mapping[str, str] | None = None,
+    variables: Mapping[str, Any] | None = None,
     generation_prompt: bool = False,
 ) -> str:
     """Render a conversation with Jinja alone, without the marks of the assistant's text.
 
     Args:
         where: file and row number, for the error.
-        special_tokens: variables such as bos_token and eos_token.
+        variables: those of the template, such as bos_token, eos_token and tools.
         generation_prompt: end the text at the start of the assistant's turn.
 
     Raises:
         UserError: Jinja rejects the template, or the template rejects the conversation.
     """
-    text = _render(template, messages, where, special_tokens, generation_prompt)
+    text = _render(template, messages, where, variables, generation_prompt)
     return text.replace(_START, "").replace(_END, "")
 
 
 def render_marked(
-    template: str, messages: Sequence[Mapping[str, Any]], where: str, special_tokens: Mapping[str, str] | None = None
+    template: str, messages: Sequence[Mapping[str, Any]], where: str, variables: Mapping[str, Any] | None = None
 ) -> tuple[str, list[tuple[int, int]]]:
     """Render a conversation with a template that has generation marks.
 
     Args:
-        where, special_tokens: see render_plainly.
+        where, variables: see render_plainly.
 
     Returns:
         the text, and [start, end) of each marked part in it.
@@ -95,7 +107,7 @@ def render_marked(
         UserError: see render_plainly.
     """
     text, spans = "", []
-    for number, part in enumerate(re.split(f"[{_START}{_END}]", _render(template, messages, where, special_tokens))):
+    for number, part in enumerate(re.split(f"[{_START}{_END}]", _render(template, messages, where, variables))):
         if number % 2:
             spans.append((len(text), len(text) + len(part)))
         text += part
@@ -106,15 +118,20 @@ def _render(
     template: str,
     messages: Sequence[Mapping[str, Any]],
     where: str,
-    special_tokens: Mapping[str, str] | None,
+    variables: Mapping[str, Any] | None,
     generation_prompt: bool = False,
 ) -> str:
     check_template(template, where)
-    variables = {"messages": messages, "add_generation_prompt": generation_prompt, **(special_tokens or {})}
+    variables = {"messages": messages, "add_generation_prompt": generation_prompt, **(variables or {})}
     try:
-        return _environment().from_string(template).render(variables)
+        return _compiled(template).render(variables)
     except Exception as error:  # a template calls methods of its values, which may raise anything
         raise UserError(f"{where}: the chat template rejects this conversation: {error}") from error
+
+
+@lru_cache(maxsize=16)
+def _compiled(template: str) -> Template:
+    return _environment().from_string(template)
 
 
 def stored_template(folder: Path) -> str | None:
@@ -148,6 +165,13 @@ def read_template(path: Path, where: str = "") -> str:
         return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"{where or 'chat template'}: cannot read {path} ({error})") from error
+
+
+def added_tokens(folder: Path) -> dict[str, bool]:
+    """Read the added tokens of a tokenizer, each with whether it is special."""
+    added = _json_object(folder / "tokenizer.json").get("added_tokens")
+    found = {str(token.get("content")): bool(token.get("special")) for token in added or () if isinstance(token, dict)}
+    return {**found, **dict.fromkeys(special_tokens(folder).values(), True)}
 
 
 def special_tokens(folder: Path) -> dict[str, str]:

@@ -22,15 +22,15 @@ MOST_FILES, FEW_FILES = 200, 24
 """Logs of an attempt that `explain` reads, and that `status`, which has to be quick, reads."""
 FAILED = frozenset({"BOOT_FAIL", "DEADLINE", "FAILED", "NODE_FAIL", "OUT_OF_MEMORY", "PREEMPTED", "TIMEOUT"})
 """States that need an explanation; a cancelled or stopped run did what its user asked for."""
-ENDED_WELL = frozenset({"COMPLETED", STOPPED})
+ENDED_WELL = frozenset({"COMPLETED", "CANCELLED", STOPPED})
 MOST_LINES = 5
 """Lines of a message of the job that are kept, and error lines of an unknown failure."""
 
 _LOG_SUFFIXES = (".log", ".out", ".err")
-_NEW_START = re.compile(r"^.*(is queued again|DUE TO JOB REQUEUE).*\n", re.MULTILINE)
+_NEW_START = re.compile(r"^(?>.*?(?:is queued again|DUE TO JOB REQUEUE)).*\n", re.MULTILINE)
 """Everything above this line of a job's log belongs to an earlier start."""
 _OWN, _INDENT = "hpc-rl: ", "    "
-_PREFIX = r"\s*(?:\x1b\[\d*m)?(?:\[rank\d+\]: ?|rank \d+: |\([\w:.]+(?: pid=\d+[^)]*)?\)(?:\x1b\[0m)? )?\s*"
+_PREFIX = r"\s*+(?:\x1b\[\d*m)?(?:\[rank\d+\]: ?|rank \d+: |\([\w:.]+(?: pid=\d[^)]*+)?\)(?:\x1b\[0m)? )?\s*+"
 """What torch, hpc-rl and Ray put in front of another process's line."""
 _NOISE = re.compile(
     _PREFIX
@@ -38,9 +38,22 @@ _NOISE = re.compile(
     + r"|\d{4}-\d\d-\d\d [\d:,]+\s+(?:DEBUG|INFO|WARNING)\b"  # Ray's Python code: 2026-11-21 16:03:19,019 INFO
     + r"|\[?[IW]\d{4} \d\d:\d\d:\d\d)"  # torch: [W1121 16:06:07.973195985
 )
+_LAUNCH_ERROR = re.compile(
+    r"(?:srun|sbatch|salloc|scontrol|slurm\w*(?:-\S+)?|enroot[\w-]*|apptainer|singularity|docker|podman|torchrun): .*"
+    r"|nvidia-container-cli: .*|FATAL:? .*|ERROR:? +\S.*|\[ERROR\] .*|Lmod has detected .*"
+    r"|\w*(?:Conda|CommandNotFound)Error: .*"
+    r"|\S+: line \d+: .*|(?:/usr)?(?:/bin/)?(?:ba|z|da|k|c)?sh: .*|(?:/usr/bin/)?env: .*|\S*python[\d.]*: .*"
+)
+"""A line of what comes before the first program of the job: the script, Slurm and container runtimes."""
 _EXCEPTION = re.compile(_PREFIX + r"(?:\w+\.)*[A-Z]\w*(?:Error|Exception|Interrupt|Timeout)(?:\(\w+\))?(?:: |:?$)")
 """The last line of a traceback."""
-_ERROR_LINE = re.compile(r"\berror\b|^hpc-rl: (?!Ray is up )|\b[A-Z]\w*(Error|Exception)\b|^Traceback", re.IGNORECASE)
+_HARMLESS = re.compile(
+    r"srun: (?!error|fatal|unrecognized|Check)|slurmstepd: (?!error|fatal)|\S+: (?:INFO|WARNING|warning|info)\b"
+)
+"""Lines of the same programs that report no error."""
+_ERROR_LINE = re.compile(
+    r"\berror\b|\bfatal\b|^hpc-rl: (?!Ray is up )|\b[A-Z]\w*(Error|Exception)\b|^Traceback", re.IGNORECASE
+)
 
 Role = Literal["verdict", "own", "ray"]
 _ORDER: tuple[set[tuple[Kind, Role]], ...] = (
@@ -93,6 +106,8 @@ class Explanation:
     """The last lines of the job's log that look like errors."""
     last_lines: list[str]
     """The last lines of the job's log, if none looks like an error."""
+    launch_error: str = ""
+    """The first error of the shell, Slurm or a container runtime that no finding shows; empty if there is none."""
     plan: str = ""
     """Plan and recorded peak of the memory of a GPU, if the run ended because it had too little."""
 
@@ -125,7 +140,9 @@ def _of_bad_input(found: Explanation, job_log: str) -> Explanation:
     if found.verdict or own:
         return replace(found, findings=own)
     lines = [line for line in job_log.splitlines() if line.strip() and not _NOISE.match(line)]
-    return Explanation(verdict=lines[-1:], findings=[], last_errors=[], last_lines=[])
+    last = lines[-1:]
+    error = "" if [found.launch_error] == last else found.launch_error
+    return Explanation(verdict=last, findings=[], last_errors=[], last_lines=[], launch_error=error)
 
 
 def _plan_beside(run: RunDir, found: Sequence[Finding]) -> str:
@@ -153,7 +170,10 @@ def explain_file(path: Path) -> Explanation:
 def _explain(job_log: str, source: str, others: Iterable[LogText]) -> Explanation:
     verdict = last_message(job_log)
     texts = [LogText(source, "\n".join(verdict), "verdict"), LogText(source, job_log), *others]
-    return Explanation(_shortened(verdict), findings(texts), *last_lines(job_log))
+    found = findings(texts)
+    shown = {finding.line for finding in found}
+    error = _launch_error(job_log)
+    return Explanation(_shortened(verdict), found, *last_lines(job_log), "" if error in shown else error)
 
 
 def findings(texts: Iterable[LogText]) -> list[Finding]:
@@ -169,8 +189,22 @@ def findings(texts: Iterable[LogText]) -> list[Finding]:
                 found[failure] = rank, Finding(failure, text.source, line)
     ranked = sorted(found.values(), key=lambda pair: (pair[0], KNOWN_FAILURES.index(pair[1].failure)))
     ordered = [finding for _, finding in ranked]
+    # A line shows one failure: what follows is more general.
+    first = {(finding.source, finding.line): finding for finding in reversed(ordered)}
+    ordered = [finding for finding in ordered if first[finding.source, finding.line] is finding]
     # Behind a cause, the exception is the same failure once more.
     return [finding for finding in ordered if finding.failure is not ANY_EXCEPTION or finding is ordered[0]]
+
+
+def _launch_error(text: str) -> str:
+    """Return the first error of the launch that is not a consequence of another one."""
+    lines = (line.strip() for line in text.splitlines() if not _NOISE.match(line))
+    errors = (line for line in lines if _LAUNCH_ERROR.match(line) and not _HARMLESS.match(line))
+    return next((line for line in errors if not _is_consequence(line)), "")
+
+
+def _is_consequence(line: str) -> bool:
+    return any(_first_line(one, line) for one in KNOWN_FAILURES if one.kind == "consequence")
 
 
 def last_message(job_log: str) -> list[str]:
@@ -180,21 +214,15 @@ def last_message(job_log: str) -> list[str]:
     if last is None:
         return []
     first = last
-    while first and (lines[first - 1].startswith(_OWN) or _is_below(lines, first - 1)):
-        first -= 1
+    for number in reversed(range(last)):
+        if lines[number].startswith(_OWN):
+            first = number
+        elif not lines[number].startswith(_INDENT):
+            break
     end = last + 1
     while end < len(lines) and lines[end].startswith(_INDENT):
         end += 1
     return lines[first:end]
-
-
-def _is_below(lines: list[str], number: int) -> bool:
-    """Return whether an indented line belongs to an `hpc-rl:` line above it."""
-    while number and lines[number].startswith(_INDENT):
-        number -= 1
-        if lines[number].startswith(_OWN):
-            return True
-    return False
 
 
 def _shortened(message: list[str]) -> list[str]:
@@ -221,6 +249,8 @@ def _other_texts(run: RunDir, status: RunStatus, most_files: int) -> Iterator[Lo
     if status.disk:  # a full disk may have no log about it
         reason = "Read-only file system" if status.disk.endswith("read-only") else "No space left on device"
         yield LogText(str(run.path), f"{reason}: {status.disk}")
+    elif status.left_no_log:
+        yield LogText(str(run.path), f"the job left no log: its nodes may not see {run.path}")
     if run.metrics.exists():
         yield LogText(str(run.metrics), read_ends(run.metrics))
     for attempt in run.attempts()[-1:]:
@@ -249,8 +279,7 @@ def _first_line(failure: KnownFailure, text: str) -> str | None:
 def _exception_line(text: str) -> str | None:
     """Return the last line of the last traceback that is not a consequence of another process's failure."""
     exceptions = [line.strip() for line in text.splitlines() if _EXCEPTION.match(line)]
-    others = [failure for failure in KNOWN_FAILURES if failure.kind == "consequence"]
-    return next((line for line in reversed(exceptions) if not any(_first_line(one, line) for one in others)), None)
+    return next((line for line in reversed(exceptions) if not _is_consequence(line)), None)
 
 
 def _lines_with(pattern: str, text: str) -> Iterator[str]:
@@ -259,16 +288,27 @@ def _lines_with(pattern: str, text: str) -> Iterator[str]:
     The longest part of the pattern is searched as plain text first, which is a hundred times faster than a regular
     expression.
     """
-    parts = pattern.split("*")
+    parts = pattern.removeprefix("^").split("*")
+    begins = re.compile(f"{_PREFIX}{re.escape(parts[0])}" if pattern.startswith("^") else "")
     key = max(parts, key=len)
-    whole = re.compile(".*?".join(map(re.escape, parts)))
     place = text.find(key)
     while place >= 0:
         begin, end = text.rfind("\n", 0, place) + 1, text.find("\n", place)
         line = text[begin : end if end >= 0 else len(text)]
-        if whole.search(line) and not _NOISE.match(line):
+        if begins.match(line) and _has_in_order(parts, line) and not _NOISE.match(line):
             yield line.strip()
         place = text.find(key, begin + len(line))
+
+
+def _has_in_order(parts: Sequence[str], line: str) -> bool:
+    """Return whether a line has these parts one after the other. The first place of each leaves most for the rest."""
+    place = 0
+    for part in parts:
+        found = line.find(part, place)
+        if found < 0:
+            return False
+        place = found + len(part)
+    return True
 
 
 def _number(failure: KnownFailure, line: str) -> float:

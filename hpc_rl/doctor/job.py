@@ -28,7 +28,7 @@ from hpc_rl.sites.profile import load_profile
 from hpc_rl.submission import queue
 from hpc_rl.submission.job import Job
 from hpc_rl.submission.local import check_local, run_local
-from hpc_rl.submission.preflight.checks import check_run_dir
+from hpc_rl.submission.preflight.folders import check_run_dir
 from hpc_rl.submission.preflight.partition import ask_of, check_partition
 from hpc_rl.submission.request import Request, plan, reserve
 from hpc_rl.submission.script import render

@@ -1,8 +1,20 @@
-"""The table of known failures, known_failures.toml, and its section of the documentation.
+"""The table of known failures, failures/*.toml, and its section of the documentation.
 
     python -m hpc_rl.doctor.known_failures docs/troubleshooting.md
 
 This writes the section "Known failures" of the page; everything above it is written by hand.
+
+Each entry has the messages that show a failure, its cause, and what to do:
+
+    [[outside]]      what Slurm, the kernel or Ray did to the job
+    [[cause]]        what went wrong in the job
+    [[death]]        a process that ended without a message of its own
+    [[exception]]    any other exception
+    [[consequence]]  what processes report when another one has failed; shown only after the causes
+
+Within a kind, the earlier entry is shown first, in the order of FILES: what is specific comes before what is general. A
+pattern is a part of one line, or its beginning after ^; * stands for anything. `over` applies to a number that follows
+the pattern: only a larger one is a failure. `messages` are examples, one per line.
 """
 
 from __future__ import annotations
@@ -16,11 +28,12 @@ from typing import Literal, get_args
 
 Kind = Literal["outside", "cause", "death", "exception", "consequence"]
 HEADING = "## Known failures\n"
+FILES = ("launch", "containers", "gpus", "network", "packages", "ray", "models", "job", "files", "general")
 
 
 @dataclass(frozen=True)
 class KnownFailure:
-    """One entry of known_failures.toml, which explains the fields."""
+    """One entry of the table."""
 
     kind: Kind
     title: str
@@ -36,16 +49,17 @@ class KnownFailure:
         return re.sub(r"[^\w\- ]", "", self.title.lower()).replace(" ", "-")
 
 
-def _read(path: Path) -> tuple[KnownFailure, ...]:
-    table = tomllib.loads(path.read_text())
+def _read(folder: Path) -> tuple[KnownFailure, ...]:
+    tables = [tomllib.loads((folder / f"{name}.toml").read_text()) for name in FILES]
     return tuple(
         KnownFailure(kind=kind, **{**entry, "patterns": tuple(entry.get("patterns", ()))})
         for kind in get_args(Kind)
-        for entry in table[kind]
+        for table in tables
+        for entry in table.get(kind, ())
     )
 
 
-KNOWN_FAILURES = _read(Path(__file__).with_suffix(".toml"))
+KNOWN_FAILURES = _read(Path(__file__).with_name("failures"))
 (ANY_EXCEPTION,) = (failure for failure in KNOWN_FAILURES if failure.kind == "exception")
 
 

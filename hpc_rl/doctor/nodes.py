@@ -238,6 +238,9 @@ def _scratch(report: NodeReport) -> Check:
     found = f"{report.scratch_free / 1e9:.0f} GB free in {report.scratch}"
     if report.scratch_free < LEAST_SCRATCH:
         return warning("temporary folder", found, "Ray needs it: set slurm.env.TMPDIR to a local disk with more space")
+    if report.scratch_problem:
+        remedy = "libraries compile code there: set slurm.env.TMPDIR to a local disk that is mounted without noexec"
+        return warning("temporary folder", f"{report.scratch_problem}; {found}", remedy)
     return ok("temporary folder", found)
 
 

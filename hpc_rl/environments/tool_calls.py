@@ -39,12 +39,18 @@ _HERMES = '<tool_call>{"name": "NAME", "arguments": {...}}</tool_call>'
 _JSON = '{"name": "NAME", "arguments": {...}}'
 _XML = "<function=NAME><parameter=ARGUMENT>value</parameter></function>"
 _FENCE = re.compile(
-    r"^[ \t]*```[ \t]*(?:json|tool_call|tool_code)?[ \t]*\n(.*?)(?:^[ \t]*```|\Z)", re.MULTILINE | re.DOTALL
+    r"^[ \t]*```[ \t]*+(?:json|tool_call|tool_code)?[ \t]*\n(.*?)(?:^[ \t]*```|\Z)", re.MULTILINE | re.DOTALL
 )
 _PYTHON_TAG = "<|python_tag|>"
 """Llama 3 may write it before a call."""
 _FUNCTION = re.compile(r"<function=([^<>\n]*)>")
-_PARAMETER = re.compile(r"\s*<parameter=([^<>\n]*)>(.*?)</parameter>", re.DOTALL)
+_PARAMETER = re.compile(r"\s*<parameter=([^<>\n]*)>")
+_NAMED_OBJECT = re.compile(r'[\[\s]*\{\s*"name"\s*:')
+_END_PARAMETER = "</parameter>"
+_TAG, _END_TAG = "<tool_call>", "</tool_call>"
+_MOST_CALLS = 1000
+_DECODER = json.JSONDecoder(strict=False)
+_SPACE = re.compile(r"\s*")
 
 
 def after_thinking(text: str, in_thinking: bool) -> str:
@@ -61,19 +67,21 @@ def after_thinking(text: str, in_thinking: bool) -> str:
 def parse_hermes(text: str) -> list[Call | Malformed]:
     """Read every `<tool_call>` with a JSON object. The end tag may be missing, but not a part of the object."""
     found: list[Call | Malformed] = []
-    rest = text
-    while True:
-        _, tag, rest = rest.partition("<tool_call>")
-        if not tag:
-            return found
-        body = rest.lstrip()
-        value, end = _decode(body)
+    at = text.find(_TAG)
+    while at >= 0:
+        if len(found) == _MOST_CALLS:  # each error of the JSON decoder counts the lines of the whole text
+            return [*found, Malformed(f"more than {_MOST_CALLS} tool calls in one turn; write fewer")]
+        start = _after_space(text, at + len(_TAG))
+        value, end = _decode(text, start)
         if end is None:
-            found.append(_malformed(body.partition("</tool_call>")[0], _HERMES))
-            rest = rest.partition("</tool_call>")[2]
-            continue
-        found.append(_call(value, _HERMES))
-        rest = body[end:]
+            end = text.find(_END_TAG, start)
+            found.append(_malformed(text[start : end if end >= 0 else len(text)], _HERMES))
+            if end < 0:
+                break
+        else:
+            found.append(_call(value, _HERMES))
+        at = text.find(_TAG, end)
+    return found
 
 
 def parse_json(text: str) -> list[Call | Malformed]:
@@ -88,17 +96,19 @@ def parse_json(text: str) -> list[Call | Malformed]:
         blocks = [text[start.start() :].strip()] if start else []
     found: list[Call | Malformed] = []
     for block in blocks:
-        while block:
-            value, end = _decode(block)
+        at = 0
+        while at < len(block):
+            value, end = _decode(block, at)
             if end is None:
-                if re.match(r'[\[\s]*\{\s*"name"\s*:', block):
-                    found.append(_malformed(block, _JSON))
+                if _NAMED_OBJECT.match(block, at):
+                    found.append(_malformed(block[at:], _JSON))
                 break
             values = value if isinstance(value, list) else [value]
             found += [_call(each, _JSON) for each in values if _names_a_tool(each)]
             # Llama 3 writes several calls with semicolons between them.
-            block = block[end:].lstrip().removeprefix(";").lstrip()
-            if not block.startswith(("{", "[")):
+            at = _after_space(block, end)
+            at = _after_space(block, at + block.startswith(";", at))
+            if not block.startswith(("{", "["), at):
                 break
     return found
 
@@ -106,16 +116,17 @@ def parse_json(text: str) -> list[Call | Malformed]:
 def parse_xml(text: str) -> list[Call | Malformed]:
     """Read every `<function=NAME>` with its parameters, whose values are text. Tool.arguments converts them."""
     found: list[Call | Malformed] = []
-    rest = text
-    while match := _FUNCTION.search(rest):
-        name, rest = match[1].strip(), rest[match.end() :]
+    at, last_end = 0, text.rfind(_END_PARAMETER)
+    while match := _FUNCTION.search(text, at):
+        name, at = match[1].strip(), match.end()
         arguments: dict[str, Any] = {}
-        while parameter := _PARAMETER.match(rest):
+        while (parameter := _PARAMETER.match(text, at)) and parameter.end() <= last_end:
+            end = text.index(_END_PARAMETER, parameter.end())
             # Templates put each value on lines of its own.
-            value = parameter[2].removeprefix("\n")
+            value = text[parameter.end() : end].removeprefix("\n")
             arguments[parameter[1].strip()] = value.removesuffix("\n")
-            rest = rest[parameter.end() :]
-        ended = rest.lstrip().startswith("</function>")
+            at = end + len(_END_PARAMETER)
+        ended = text.startswith("</function>", _after_space(text, at))
         if not name:
             found.append(Malformed(f"the tool call has no name; write it as {_XML}"))
         elif not ended:
@@ -124,7 +135,7 @@ def parse_xml(text: str) -> list[Call | Malformed]:
             )
         else:
             found.append(Call(name, arguments))
-    if not found and "<tool_call>" in rest:
+    if not found and _TAG in text:
         found.append(Malformed(f"there is no function in <tool_call>; write it as {_XML}"))
     return found
 
@@ -171,10 +182,16 @@ def guess_format(template: str) -> str:
     )
 
 
-def _decode(text: str) -> tuple[Any, int | None]:
-    """Read the JSON value at the start of a text. Return it and its length, or None for the length if there is none."""
+def _after_space(text: str, at: int) -> int:
+    space = _SPACE.match(text, at)
+    assert space is not None
+    return space.end()
+
+
+def _decode(text: str, at: int = 0) -> tuple[Any, int | None]:
+    """Read the JSON value at a place of a text. Return it and its end, or None for the end if there is none."""
     try:
-        return json.JSONDecoder(strict=False).raw_decode(text)
+        return _DECODER.raw_decode(text, at)
     except (ValueError, RecursionError):
         return None, None
 

@@ -66,7 +66,9 @@ class Turns:
         self._tokenizer, self._template = tokenizer, template
         self._schemas, self._variables = schemas, dict(variables or {})
         self._ending_ids = self._encode(self._ending())
-        added = [token for token in tokenizer.get_added_vocab() if token.startswith("<") and token.endswith(">")]
+        added = [
+            token for token in tokenizer.get_added_vocab() if len(token) > 1 and not token.isalnum() and token.strip()
+        ]
         self._marks = sorted({*filter(None, tokenizer.all_special_tokens), *added}, key=len, reverse=True)
         for role in observed:
             self._check(role, thinking)
@@ -85,11 +87,13 @@ class Turns:
         Args:
             sampled_ids: with the end-of-turn token if the model wrote it; without it if the turn was cut off.
         """
-        ending = self._ending_ids
+        ending, added = self._ending_ids, self._encode(self._added_text(self._harmless(observation)))
+        if not ending and sampled_ids and added[:1] == [sampled_ids[-1]]:
+            return added[1:]  # the model ended its turn with the token that begins the observation
         written = next(
             (count for count in range(len(ending), 0, -1) if list(sampled_ids[-count:]) == ending[:count]), 0
         )
-        return ending[written:] + self._encode(self._added_text(self._harmless(observation)))
+        return ending[written:] + added
 
     def _added_text(self, observation: Sequence[Message]) -> str:
         """Return the text between the end of the assistant's turn and the start of its next one."""

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from hpc_rl.config.finetune import FinetuneConfig
-from hpc_rl.data.chat import chat_template
+from hpc_rl.data.chat import as_trained, chat_template, template_remarks
 from hpc_rl.data.lazy import Item, Sizes, joined_sizes, sizes_of
 from hpc_rl.data.order import Position
 from hpc_rl.errors import EXIT_STOPPED, AgreedError, AgreedRunError
@@ -169,6 +169,8 @@ def load(config: FinetuneConfig, run: RunDir, world: World, objective: Objective
     tokenizer = world.together(lambda: load_tokenizer(config.model))
     # The exported model has this template too.
     tokenizer.chat_template = world.together(lambda: chat_template(tokenizer, config.data))
+    for line in template_remarks(tokenizer):
+        print_once(world, line)
     records = read_metrics(run.metrics) if world.is_main else []
     stopping = open_stopping(run, config.slurm.warning_s, records)
     sources = (run, world, stopping)
@@ -178,6 +180,7 @@ def load(config: FinetuneConfig, run: RunDir, world: World, objective: Objective
     data.items, val = objective.prepare(data.items, val, joined_sizes(data.sizes, val_sizes), run, world, stopping)
     with guards.explain_out_of_memory("loading the model"):
         model = objective.load(world)
+        trained_tokenizer = as_trained(tokenizer, model.hf)
         flops = count_flops(model)
         optimizer = build_optimizer(model, config.optim)
         progress = checkpoint.load_latest(run.checkpoints, model, optimizer, world)
@@ -196,7 +199,7 @@ def load(config: FinetuneConfig, run: RunDir, world: World, objective: Objective
         objective=objective,
         run=run,
         world=world,
-        tokenizer=tokenizer,
+        tokenizer=trained_tokenizer,
         model=model,
         optimizer=optimizer,
         offload=ModelOffload(config.trainer.offload, model, optimizer),

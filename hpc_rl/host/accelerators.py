@@ -49,6 +49,8 @@ class Accelerator:
     """Pattern of the lines of its output that stand for a device."""
     files: tuple[str, ...] = ()
     """Patterns of device files that exist on a node with devices. The last one matches a file for each device."""
+    driver: str = ""
+    """A file that exists where the vendor's driver does, and not for graphics alone."""
 
 
 ACCELERATORS: tuple[Accelerator, ...] = (
@@ -62,6 +64,7 @@ ACCELERATORS: tuple[Accelerator, ...] = (
         collectives={"NCCL_DEBUG": "WARN"},
         command=("nvidia-smi", "-L"),
         line=r"GPU ",
+        driver="dev/nvidiactl",
     ),
     Accelerator(
         vendor="AMD",
@@ -71,6 +74,7 @@ ACCELERATORS: tuple[Accelerator, ...] = (
         interface="NCCL_SOCKET_IFNAME==",  # RCCL reads NCCL's variables
         collectives={"NCCL_DEBUG": "WARN"},
         files=("dev/kfd", "dev/dri/renderD*"),
+        driver="dev/kfd",
     ),
     Accelerator(
         vendor="Intel",
@@ -91,11 +95,14 @@ ACCELERATORS: tuple[Accelerator, ...] = (
         resource="NPU",
         extension="torch_npu",
         files=("dev/davinci_manager", "dev/davinci[0-9]*"),
+        driver="dev/davinci_manager",
     ),
 )
 ENV_RAY_HIDES = "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO"
 """Variable with which Ray hides all devices (1), or leaves those of its node (0), to a process without any
 (set_visible_accelerator_ids in ray/_private/utils.py). Its default depends on the version: 1 in 2.52, 0 in 2.60."""
+_ANY_VENDOR = ("GPU_DEVICE_ORDINAL",)
+"""Variables that Slurm sets beside those of the table. HIP applies this one to the devices that the others leave."""
 _NOSET = "RAY_EXPERIMENTAL_NOSET_"
 _NONE = ("", "-1", "NoDevFiles")
 """Values of the variables that hide all devices."""
@@ -156,6 +163,50 @@ def show_assigned(environ: MutableMapping[str, str], assigned: Sequence[str]) ->
         environ[row.visible[0]] = ",".join(assigned)
 
 
+def of_one_vendor(environ: Mapping[str, str], device: str, root: Path = Path("/")) -> tuple[dict[str, str], list[str]]:
+    """Return the environment with one variable for the devices, and sentences on what was changed.
+
+    Where Slurm does not detect GPUs (gres.conf without AutoDetect), it sets the variables of all vendors. Ray changes
+    only that of its own vendor in an actor, and HIP applies several, one to the result of the other.
+    """
+    row = _vendor(environ, device, root)
+    if row is None:
+        return dict(environ), []
+    every = [name for each in ACCELERATORS for name in each.visible] + list(_ANY_VENDOR)
+    visible = _joined(environ, row)
+    kept = row.visible if len(visible) > 1 else tuple(visible)
+    changed = [name for name in every if name in environ and environ[name] != visible.get(name)]
+    found = {name: value for name, value in environ.items() if name not in every} | visible
+    now = " and ".join(f"{name}={visible[name]}" for name in kept if name in visible) or "none of them"
+    listed = ", ".join(f"{name}={environ[name]}" for name in changed)
+    return found, [f"the devices are those of {row.vendor}: {now} holds, instead of {listed}"] if changed else []
+
+
+def _joined(environ: Mapping[str, str], row: Accelerator) -> dict[str, str]:
+    """Return the variables in which the devices of this vendor are listed; for AMD the one that Ray and HIP read."""
+    if row.vendor != "AMD":
+        return {name: environ[name] for name in row.visible if name in environ}
+    outer = environ.get("ROCR_VISIBLE_DEVICES")
+    inner = environ.get("HIP_VISIBLE_DEVICES", environ.get("CUDA_VISIBLE_DEVICES") if outer is None else None)
+    if outer is None or inner is None:
+        value = inner if outer is None else outer
+        return {} if value is None else {row.visible[0]: value}
+    devices, places = _listed(outer), _listed(inner)
+    if inner != outer and all(place.isdigit() and int(place) < len(devices) for place in places):
+        devices = [devices[int(place)] for place in places]  # HIP counts within what ROCR shows
+    return {row.visible[0]: ",".join(devices) or row.hidden}
+
+
+def _vendor(environ: Mapping[str, str], device: str, root: Path) -> Accelerator | None:
+    """Return the vendor of these devices: by the driver on this node, or else by the variable that is set."""
+    rows = rows_of(device)
+    if len(rows) < 2:
+        return rows[0] if rows else None
+    driven = [row for row in rows if (root / row.driver).exists()]
+    named = [row for row in rows if any(name in environ for name in row.visible)]
+    return next(iter(driven if len(driven) == 1 else named), None)
+
+
 def collective_defaults(device: str, interface: str | None = None) -> dict[str, str]:
     """Return variables of the collective library of these devices: NCCL, RCCL, oneCCL or HCCL.
 
@@ -174,7 +225,12 @@ def collective_defaults(device: str, interface: str | None = None) -> dict[str, 
 
 def find_accelerators(environ: Mapping[str, str], root: Path = Path("/")) -> tuple[DeviceName, int]:
     """Return the kind and the number of the devices of this machine that a process may use; ("cpu", 0) for none."""
-    for row in ACCELERATORS:
+    named = [row for row in ACCELERATORS if any(name in environ for name in row.visible)]
+    rows: Sequence[Accelerator] = ACCELERATORS
+    if len(named) > 1:  # Slurm sets them all if it does not detect GPUs: what counts is what the node has
+        unnamed = {name: value for name, value in environ.items() if not any(name in row.visible for row in named)}
+        rows = [row for row in named if _count(row, unnamed, root)] or named
+    for row in rows:
         if count := _count(row, environ, root):
             return row.device, count
     return "cpu", 0

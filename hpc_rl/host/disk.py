@@ -22,6 +22,9 @@ NEEDED_BYTES = 2**20
 _ALMOST_FULL_BYTES, _ALMOST_FULL_FILES = 64 * 2**20, 100
 
 
+_OF_ONE_MACHINE = ("ext2", "ext3", "ext4", "xfs", "btrfs", "f2fs", "overlay", "tmpfs", "ramfs")
+
+
 @dataclass(frozen=True)
 class Space:
     """What is free on a file system, as statvfs(3) reports it. A quota is not part of it."""
@@ -94,6 +97,14 @@ def _mount(path: Path, mounts: str) -> tuple[str, str, str]:
 def file_system(path: Path, mounts: str) -> str:
     """Return the type of a path's file system; empty if it is not known."""
     return mount_of(path, mounts)[1]
+
+
+def own_disk(path: Path) -> str:
+    """Return mount point and type of a path's file system if it is of a kind that one machine has for itself, and that
+    others see only if the machine exports it; empty otherwise. The path need not exist."""
+    existing = next(folder for folder in [path, *path.absolute().parents] if folder.exists())
+    point, kind = mount_of(existing, Path("/proc/self/mounts").read_text())
+    return f"{point} ({kind})" if kind in _OF_ONE_MACHINE else ""
 
 
 def explained(error: OSError | str, path: Path) -> str:

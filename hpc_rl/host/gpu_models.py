@@ -10,11 +10,11 @@ from dataclasses import dataclass
 
 _SUPERCHIP = re.compile(r"g[bh]200")
 """Their names state the memory of the CPU."""
-_STATED = re.compile(r"(\d+)gb")
+_STATED = re.compile(r"(?<!\d)(\d+)gb")
 """a100_80gb; of a100_3g.20gb, a part of an A100, the last one."""
 _BARE = re.compile(r"[a-z]+\d+[a-z]*(?:[-_][a-z]+\d*)*[-_](\d{2,3})$")
 """h100-47, a part of an H100 with 47 GB, and a100-80. A single digit is a number of GPUs or slices."""
-_MIG = re.compile(r"\d+g\.\d+gb")
+_MIG = re.compile(r"(?<!\d)\d+g\.\d+gb")
 """NVIDIA's names of MIG devices: slices, then memory."""
 _PART = 0.75
 """A GPU with less than this share of its model's memory is a part of one."""

@@ -6,6 +6,7 @@ import http.client
 import json
 import os
 import re
+import urllib.error
 import urllib.request
 from collections.abc import Mapping
 from functools import cache
@@ -84,15 +85,41 @@ def hub_config(name: str, timeout_s: float = 10) -> dict[str, Any]:
     """
     if not re.fullmatch(r"[\w-][\w.-]*(/[\w.-]+)?", name) or reach({"hub": hub_address()}, timeout_s)["hub"]:
         return {}
-    request = urllib.request.Request(f"{hub_address()}/{name}/resolve/main/config.json")
     try:
-        if token := _token(os.environ):
-            request.add_unredirected_header("Authorization", f"Bearer {token}")
-        with urllib.request.urlopen(request, timeout=timeout_s) as answer:
+        with urllib.request.urlopen(_request(f"{name}/resolve/main/config.json"), timeout=timeout_s) as answer:
             found = json.loads(answer.read(_LONGEST_CONFIG))
     except (OSError, ValueError, RecursionError, http.client.HTTPException):
         return {}
     return found if isinstance(found, dict) else {}
+
+
+@cache
+def hub_problem(name: str, kind: str = "model", timeout_s: float = 10) -> str:
+    """Return why a job cannot load a model or a data set from the hub; empty if it can, or the hub has another problem.
+
+    Args:
+        kind: "model" or "data set".
+    """
+    address = hub_address()
+    if reason := reach({"hub": address}, timeout_s)["hub"]:
+        return f"{address} cannot be reached from here ({reason})"
+    path = f"{name}/resolve/main/config.json" if kind == "model" else f"api/datasets/{name.partition(':')[0]}"
+    try:
+        with urllib.request.urlopen(_request(path), timeout=timeout_s):
+            return ""
+    except urllib.error.HTTPError as error:
+        is_missing = error.code in (401, 403, 404, 410)
+        return f"{address} has no such {kind}, or none that you may read" if is_missing else ""
+    except (OSError, ValueError, http.client.HTTPException):
+        return ""
+
+
+def _request(path: str) -> urllib.request.Request:
+    """Return a request for a path on the hub, with the user's token. A malformed one raises ValueError."""
+    request = urllib.request.Request(f"{hub_address()}/{path}")
+    if token := _token(os.environ):
+        request.add_unredirected_header("Authorization", f"Bearer {token}")
+    return request
 
 
 def _token(environ: Mapping[str, str]) -> str | None:

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from hpc_rl.errors import UserError
 from hpc_rl.host.counted import counted
 from hpc_rl.host.files import read_json
-from hpc_rl.host.safetensors_header import shapes
+from hpc_rl.host.safetensors_header import read_header, shapes
 
 _HEAD = "score.weight"
 """Name of the head's weight in transformers' sequence classifiers based on decoder models."""
@@ -29,6 +30,16 @@ _LIGER = (
     "smollm3",
 )
 """model_type of the dense models for which Liger has all three kernels; `make test-liger` compares each of them."""
+_QUANTISED = {
+    "config.json": "quantization_config",
+    "hf_quant_config.json": "quantization",
+    "quantize_config.json": "bits",
+    "quant_config.json": "w_bit",
+}
+"""File of a model folder -> the entry with which transformers, ModelOpt, GPTQ and AWQ state that its weights are
+quantised."""
+_EXACT = ("F64", "F32", "F16", "BF16")
+"""Types of weights that need no scale, as safetensors files name them."""
 _KEY_HEADS = "key heads"
 VOCABULARY_BLOCK = 64
 """vLLM pads a vocabulary to a multiple of this (DEFAULT_VOCAB_PADDING_SIZE in layers/vocab_parallel_embedding.py)."""
@@ -82,6 +93,35 @@ def refuse_other_outputs(key: str, path: str, files: Iterable[Path], needed: int
     found = outputs_of(files)
     if found not in (None, needed):
         raise UserError(f"{key} {path} has {counted(found, 'output')}, not {needed}: {_REMEDIES[key]}")
+
+
+def refuse_quantised(
+    key: str, path: str, find: Callable[[str], Path | None], weights: Callable[[], Iterable[Path]]
+) -> None:
+    """Raise UserError if the weights of a model are quantised: without their scales they are other weights.
+
+    Args:
+        key: the option that names `path`, for the error.
+        find: returns a file of the model by its name, or None.
+        weights: returns the safetensors files of the model.
+    """
+    found = None
+    for name, entry in _QUANTISED.items():
+        file = find(name)
+        if file is not None and (value := read_json(file).get(entry)) is not None:
+            how = [value.get(part) for part in ("quant_method", "quant_algo")] if isinstance(value, dict) else []
+            found = f"{name} has {entry}" + "".join(f" ({part})" for part in how if part)
+            break
+    for file in () if found else weights():
+        with suppress(OSError, ValueError):  # loading the weights explains it
+            for name, entry in read_header(file)[0].items():
+                if name.endswith("weight") and len(entry["shape"]) > 1 and entry["dtype"] not in _EXACT:
+                    found = f"{name} has the type {entry['dtype']}"
+    if found is not None:
+        raise UserError(
+            f"{key} {path} has quantised weights, which cannot be trained: {found}; name the model from which it was "
+            "made, or a copy that was converted to bfloat16"
+        )
 
 
 def refuse_capped_logits(key: str, path: str, settings: Mapping[str, Any]) -> None:

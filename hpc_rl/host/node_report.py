@@ -81,6 +81,8 @@ class NodeReport:
     """How pairs of its GPUs are connected, such as `28 x NV18`; empty if it is unknown."""
     sees_locks: bool | None = None
     """Whether this node sees a file lock of the first node in the run directory. None on the first node."""
+    scratch_problem: str = ""
+    """Why files in TMPDIR, or in /tmp, cannot be executed or locked; empty if they can."""
 
     def write(self, path: Path) -> None:
         """Write the report as JSON."""

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import mmap
 import os
 import secrets
 import shutil
 import sys
+import tempfile
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -26,22 +28,62 @@ SHARED = ("nfs", "nfs4", "lustre", "gpfs", "beegfs", "cifs", "ceph", "fuse.sshfs
 """Network file systems: UNIX sockets and locks on them may not be local to the node."""
 
 
+PLACES = (Path("/tmp"), Path("/var/tmp"), Path("/dev/shm"))
+"""Local folders of every machine, in the order in which they are tried. The last one is memory."""
+
+
 def new_name(job_id: str) -> str:
     """Return a name for a temporary folder of a job, which nobody can predict."""
     return f"{os.getuid()}.{job_id}.{secrets.token_hex(_SUFFIX_BYTES)}"
 
 
 def local_folder(environ: Mapping[str, str]) -> Path:
-    """Return a folder on this machine's own disk: TMPDIR if it is one, or else /tmp.
+    """Return a folder on this machine's own disk: TMPDIR if it is one, or else the first of PLACES.
 
-    TMPDIR is not used if other users could replace what is in it, or on a network file system.
+    TMPDIR is not used if other users could replace what is in it, or on a network file system. A folder whose files
+    cannot be executed or locked is used only if there is no other.
     """
-    folder = Path(environ.get("TMPDIR") or "/tmp")
+    safe = [folder for folder in dict.fromkeys((_wanted(environ), *PLACES)) if _is_safe(folder)]
+    return next((folder for folder in safe if not unfit(folder)), next(iter(safe), PLACES[0]))
+
+
+def local_folder_problem(environ: Mapping[str, str]) -> str:
+    """Return why files in TMPDIR, or in /tmp without it, cannot be executed or locked, and which folder is used; empty
+    if they can."""
+    wanted = _wanted(environ)
+    problem = unfit(wanted) if _is_safe(wanted) else ""
+    chosen = local_folder(environ)
+    use = "no other local folder is better" if chosen == wanted else f"{chosen} is used instead"
+    return f"files in {wanted} cannot be {problem}: {use}" if problem else ""
+
+
+def unfit(folder: Path) -> str:
+    """Return what files in a folder cannot be: `executed`, as compiled code has to be, or `locked`; empty if they can.
+
+    A folder that cannot be written is not judged.
+    """
+    with contextlib.suppress(OSError), tempfile.TemporaryFile(dir=folder) as file:
+        file.truncate(mmap.PAGESIZE)
+        try:
+            mmap.mmap(file.fileno(), mmap.PAGESIZE, mmap.MAP_PRIVATE, mmap.PROT_READ | mmap.PROT_EXEC).close()
+        except OSError:
+            return "executed (the file system is mounted with noexec)"
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            return f"locked ({error.strerror})"
+    return ""
+
+
+def _wanted(environ: Mapping[str, str]) -> Path:
+    return Path(environ.get("TMPDIR") or PLACES[0])
+
+
+def _is_safe(folder: Path) -> bool:
     with contextlib.suppress(OSError):
         is_shared = file_system(folder, Path("/proc/self/mounts").read_text()) in SHARED
-        if folder.is_dir() and not is_shared and keeps_entries(folder):
-            return folder
-    return Path("/tmp")
+        return folder.is_dir() and not is_shared and keeps_entries(folder)
+    return False
 
 
 def programs_tmpdir(environ: Mapping[str, str], scratch: Path) -> str:
@@ -64,6 +106,8 @@ def held_scratch(environ: Mapping[str, str], job_id: str, attempt_dir: Path, nod
         UserError: the folder cannot be created.
     """
     parent = local_folder(environ)
+    if problem := local_folder_problem(environ):
+        print(f"note: on {os.uname().nodename}, {problem}", flush=True)
     remove_abandoned(own_folders(parent, f"{os.getuid()}.*"))
     folder = parent / new_name(job_id)
     with contextlib.ExitStack() as stack:
@@ -159,8 +203,8 @@ def remove_tree(folder: Path) -> None:
 
 
 def job_folders(environ: Mapping[str, str], job_id: str) -> list[Path]:
-    """Return all temporary folders of a job on this machine that are still there, in /tmp too."""
-    parents = {local_folder(environ), Path("/tmp")}
+    """Return all temporary folders of a job on this machine that are still there, in /tmp and its like too."""
+    parents = {local_folder(environ), *PLACES}
     return [folder for parent in sorted(parents) for folder in own_folders(parent, f"{os.getuid()}.{job_id}.*")]
 
 

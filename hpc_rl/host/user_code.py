@@ -81,6 +81,40 @@ def find_statement(option: str, source: Path, name: str) -> ast.stmt | None:
     return names.get(name)
 
 
+def imported_packages(source: Path) -> list[str]:
+    """Return the packages that a source file imports whenever it is loaded, itself or by the files beside it.
+
+    Imports in functions, conditions and `try` may never happen. A file that changes sys.path may import anything.
+    """
+    found: dict[str, None] = {}
+    files = [source]
+    for file in files:  # grows
+        try:
+            text = file.read_text(encoding="utf-8", errors="replace")
+            body = ast.parse(text).body
+        except (SyntaxError, ValueError, OSError):
+            return []
+        if "sys.path" in text:
+            return []
+        for name in _imported(body):
+            beside = [folder / name for folder in (source.parent, Path.cwd())]
+            own = next((path.with_suffix(".py") for path in beside if path.with_suffix(".py").is_file()), None)
+            if own is not None and own not in files:
+                files.append(own)
+            elif own is None and not any(path.is_dir() for path in beside) and name not in sys.stdlib_module_names:
+                found[name] = None
+    return list(found)
+
+
+def _imported(body: Sequence[ast.stmt]) -> Iterator[str]:
+    """Yield the top-level names of the modules that statements import."""
+    for node in body:
+        if isinstance(node, ast.Import):
+            yield from (alias.name.partition(".")[0] for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            yield node.module.partition(".")[0]
+
+
 def literal_kind(statement: ast.stmt) -> str | None:
     """Describe the value of an assignment if it is a literal, which cannot be called."""
     value = statement.value if isinstance(statement, ast.Assign | ast.AnnAssign) else None

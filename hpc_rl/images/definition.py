@@ -134,7 +134,7 @@ def definition_args(source: Source, wheel: Path, digest: str | None, more: Seque
 
 def _refuse_credentials(option: str, text: str) -> None:
     """Raise UserError if an argument, which every user of the machine can see, contains credentials."""
-    if re.search(r"//[^/@\s]+:[^/@\s]+@", text):
+    if re.search(r"//[^/@:\s]*:[^/@\s]+@", text):
         raise UserError(
             f"{option} contains a password in an address: remove it, and set APPTAINER_DOCKER_USERNAME and "
             "APPTAINER_DOCKER_PASSWORD, or log in once (apptainer registry login)"
@@ -166,7 +166,7 @@ _CAUSES = (
         "the registry requires credentials: set APPTAINER_DOCKER_USERNAME and APPTAINER_DOCKER_PASSWORD, or log in "
         "once (apptainer registry login, podman login), which writes a file that only you can read",
     ),
-    ("manifest unknown|name unknown|repository .* not found", "the registry has no such name or tag"),
+    (r"manifest unknown|name unknown|repository \S* not found", "the registry has no such name or tag"),
     (
         "no such host|i/o timeout|connection refused|network is unreachable",
         "no network connection: build on a machine with internet, or from docker-archive:FILE (docker save)",

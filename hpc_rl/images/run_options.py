@@ -91,7 +91,8 @@ def passed_names(config: JobConfig) -> list[str]:
 
 
 def job_binds(config: JobConfig, run_dir: Path, working_dir: Path, program: Sequence[str] = ()) -> list[str]:
-    """Return the run directory, the working folder, every path in configuration and program, and the user's binds.
+    """Return the run directory, the working folder, slurm.node_folders, every path in configuration and program, and
+    the user's binds.
 
     A symbolic link is bound at both of its places; a path that lies in another one is left out.
 
@@ -102,7 +103,7 @@ def job_binds(config: JobConfig, run_dir: Path, working_dir: Path, program: Sequ
     weighted = [value for key, value in flat(options).items() if key in VALUES and isinstance(value, dict)]
     texts = [*_texts(options), *chain.from_iterable(weighted), *program]
     named = [str(working_dir / _path_in(text)) for text in texts]
-    wanted = [str(run_dir), str(working_dir), *filter(os.path.exists, named)]
+    wanted = [str(run_dir), str(working_dir), *config.slurm.node_folders, *filter(os.path.exists, named)]
     places = sorted({place for path in wanted for place in (os.path.normpath(path), os.path.realpath(path))})
     kept: list[str] = []
     for place in places:

@@ -14,7 +14,7 @@ from hpc_rl.errors import UserError
 from hpc_rl.host.cgroups import own_cgroups
 from hpc_rl.host.machine import file_latency_s, internet_addresses, python_facts, reach
 from hpc_rl.host.node_report import NodeReport
-from hpc_rl.host.scratch import local_folder
+from hpc_rl.host.scratch import local_folder, local_folder_problem
 from hpc_rl.node.network import interface_addresses
 from hpc_rl.node.ray_cluster.layout import node_address
 from hpc_rl.node.ray_cluster.limits import cpu_quotas, memory_limits
@@ -70,6 +70,7 @@ def node_facts(allocation: Allocation, attempt_dir: Path, options: argparse.Name
         ports_problem=_ports_problem(options.first_port),
         scratch=str(scratch),
         scratch_free=shutil.disk_usage(scratch).free,
+        scratch_problem=local_folder_problem(os.environ),
         runtimes=[name for name in RUNTIMES if shutil.which(name)],
         internet=reach(internet_addresses(os.environ)),
     )

@@ -7,17 +7,19 @@ import contextlib
 import os
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from hpc_rl.errors import UserError
-from hpc_rl.host.accelerators import DEVICES, collective_defaults
+from hpc_rl.host.accelerators import DEVICES, collective_defaults, of_one_vendor
 from hpc_rl.host.deaths import remember_oom_kills
 from hpc_rl.host.disk import refuse_unwritable
 from hpc_rl.host.environment import openmp_defaults, tokenizer_defaults
+from hpc_rl.host.proxies import proxies, without_proxy_to
 from hpc_rl.host.scratch import local_folder
 from hpc_rl.node.company import Ended
 from hpc_rl.node.meeting import Meeting
+from hpc_rl.node.network import addresses_of, with_usable_interfaces
 from hpc_rl.node.usage_recorder import recording_usage
 from hpc_rl.run_dir import ENV_ATTEMPT_DIR
 from hpc_rl.slurm.allocation import Allocation, read_allocation
@@ -124,6 +126,30 @@ def worker_defaults(device: str, interface: str, configured: str | None, threads
         **openmp_defaults(threads),
         **tokenizer_defaults(),
     }
+
+
+def repaired(
+    environ: Mapping[str, str], device: str, interface: str, allocation: Allocation, address: str | None = None
+) -> dict[str, str]:
+    """Return what training processes inherit, without values that cannot work on this node. Each change is printed.
+
+    Slurm, modules and shells set such variables for other programs, nodes and vendors. A proxy is not used between
+    nodes.
+
+    Args:
+        device: cuda, npu, xpu or cpu.
+        interface: network interface between the nodes.
+        address: a further address that processes of the job use, besides the names and addresses of the nodes.
+    """
+    found, on_devices = of_one_vendor(environ, device)
+    found, on_interfaces = with_usable_interfaces(found, interface)
+    for line in (*on_devices, *on_interfaces):
+        print_error(f"node {allocation.node}: {line}")
+    if not proxies(found):
+        return found
+    return without_proxy_to(
+        found, [*allocation.nodes, *addresses_of(allocation.nodes), *([address] if address else [])]
+    )
 
 
 def print_error(text: str) -> None:

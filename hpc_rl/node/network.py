@@ -8,7 +8,9 @@ import ipaddress
 import random
 import socket
 import struct
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -19,6 +21,8 @@ from hpc_rl.slurm.commands import node_address
 _SIOCGIFADDR = 0x8915  # netdevice(7)
 _FIRST_PORT = 12000
 """Lowest port of a job, above those of most services."""
+RESOLVE_S = 5.0
+"""How long names of nodes are looked up for `no_proxy`."""
 _ANYWHERE = "198.51.100.1"
 """An address that belongs to nobody (RFC 5737): packets to it would take the default route."""
 _EPHEMERAL_RANGE = Path("/proc/sys/net/ipv4/ip_local_port_range")
@@ -61,6 +65,61 @@ def choose_address(interface: str | None, peer: str | None) -> tuple[str, str]:
         f"no route from {socket.gethostname()} to node {peer}: {cause}; interfaces are {_listed(addresses)}, without a "
         "default route; set slurm.interface to the one between the nodes"
     )
+
+
+def addresses_of(names: Iterable[str]) -> list[str]:
+    """Return the IPv4 addresses of these hosts, as far as they are found within RESOLVE_S."""
+    found: list[str] = []
+    deadline = time.monotonic() + RESOLVE_S
+    for name in dict.fromkeys(names):
+        if time.monotonic() > deadline:
+            break
+        with suppress(OSError):
+            found.append(socket.gethostbyname(name))
+    return found
+
+
+def with_usable_interfaces(environ: Mapping[str, str], interface: str) -> tuple[dict[str, str], list[str]]:
+    """Return the environment without names of interfaces that this node does not have, and a sentence for each.
+
+    Args:
+        interface: the one between the nodes. gloo's variable gets it; the other libraries choose by themselves.
+    """
+    here = [name for _, name in socket.if_nameindex()]
+    found, said = dict(environ), []
+    for variable, matches in _INTERFACE_VARIABLES.items():
+        value = environ.get(variable)
+        if value is None or matches(value, here):
+            continue
+        del found[variable]
+        replaced = f"{interface} is used" if variable == _GLOO else "it is removed"
+        said.append(f"{variable}={value} fits no interface of this node in this library's syntax: {replaced}")
+    return found, said
+
+
+def _are_names(value: str, interfaces: Sequence[str]) -> bool:
+    """Return whether a value lists interfaces by their names, separated by commas."""
+    return all(name in interfaces for name in value.split(","))
+
+
+def _has_match(value: str, interfaces: Sequence[str]) -> bool:
+    """Return whether a value in NCCL's syntax (prefixes; = for names, ^ for all others) leaves an interface."""
+    negative, rest = value.startswith("^"), value.removeprefix("^")
+    is_exact, names = rest.startswith("="), rest.removeprefix("=").split(",")
+    names = [name.partition(":")[0] for name in names if name]
+    hits = {one for one in interfaces for name in names if one == name or (not is_exact and one.startswith(name))}
+    return bool(set(interfaces) - hits if negative else hits)
+
+
+_GLOO = "GLOO_SOCKET_IFNAME"
+_INTERFACE_VARIABLES: dict[str, Callable[[str, Sequence[str]], bool]] = {
+    _GLOO: _are_names,
+    "TP_SOCKET_IFNAME": _are_names,
+    "CCL_KVS_IFACE": _are_names,
+    "NCCL_SOCKET_IFNAME": _has_match,
+    "HCCL_SOCKET_IFNAME": _has_match,
+}
+"""Variable -> whether its library can use a value on a node with these interfaces. gloo takes `^lo` for a name."""
 
 
 def _addresses_of(name: str | None) -> list[str]:

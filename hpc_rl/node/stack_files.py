@@ -24,9 +24,9 @@ COMMAND_S = 2.0
 """How long the kernel may take to give the command line of a process."""
 _POLL_S = 0.1
 _MAIN_THREAD = re.compile(r"^(?:Current thread|Thread) 0x", re.MULTILINE)
-_DISTRIBUTED = re.compile(r'File ".*/(?:torch|vllm)/distributed/(?!checkpoint/)')
+_DISTRIBUTED = re.compile(r'File "[^"\n]*/(?:torch|vllm)/distributed/(?!checkpoint/)')
 """Code that waits for other processes. Reading and writing checkpoints waits for a file system as well."""
-_AUTOGRAD = re.compile(r'File ".*/torch/autograd/graph\.py"')
+_AUTOGRAD = re.compile(r'File "[^"\n]*/torch/autograd/graph\.py"')
 
 
 def collect(

@@ -26,7 +26,7 @@ from hpc_rl.host.scratch import held_scratch, programs_tmpdir
 from hpc_rl.node.causes import End
 from hpc_rl.node.company import Company, join, lead
 from hpc_rl.node.ending import leave, print_cause, settle
-from hpc_rl.node.entry import add_common_options, run_with_others, worker_defaults
+from hpc_rl.node.entry import add_common_options, repaired, run_with_others, worker_defaults
 from hpc_rl.node.hangs import HangWatch, Place, watching
 from hpc_rl.node.meeting import POLL_S, Meeting, Progress, named
 from hpc_rl.node.network import choose_address, free_port
@@ -48,7 +48,8 @@ def _take_part(allocation: Allocation, meeting: Meeting, options: argparse.Names
     adopt_orphans()
     with held_scratch(os.environ, allocation.job_id, meeting.attempt_dir, rank) as scratch:
         interface, company, place = _meet(allocation, meeting, options, scratch)
-        environ = process_environment(os.environ, allocation, options, interface, scratch) | place
+        inherited = repaired(os.environ, options.device, interface, allocation, place["MASTER_ADDR"])
+        environ = process_environment(inherited, allocation, options, interface, scratch) | place
         command = torchrun_command(allocation, processes, str(scratch), options.program)
         shown = ShownLog(log_path(meeting.attempt_dir, 0, 0), "rank 0")
         watched = Place(meeting.attempt_dir, meeting.nodes, rank, scratch / BEATS, options.device)

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from hpc_rl.config.training import ModelSource
-from hpc_rl.data.chat import as_text
+from hpc_rl.data.chat import as_text, ending_token_ids
 from hpc_rl.errors import UserError
 
 if TYPE_CHECKING:
@@ -81,7 +81,6 @@ def load_chat(path: str, temperature: float, max_tokens: int) -> Chat:
     import torch
     from transformers import AutoModelForCausalLM
 
-    from hpc_rl.rl.rollout.engine import ending_token_ids
     from hpc_rl.training.models.causal_lm import load_tokenizer
     from hpc_rl.training.models.pretrained import from_pretrained
 

@@ -7,6 +7,7 @@ RewardProcesses ends a process that takes too long.
 from __future__ import annotations
 
 import logging
+import re
 from functools import lru_cache
 from typing import Any
 
@@ -15,6 +16,7 @@ from math_verify import parse, verify  # type: ignore[import-untyped]
 from hpc_rl.rewards.number import required_text
 
 _BOXED = "\\boxed"
+_PERCENT = re.compile(r"\\?%")
 
 # math-verify warns that its time limits are off. They are alarms, which cannot interrupt arithmetic on large numbers.
 for _name in ("math_verify.parser", "math_verify.grader"):
@@ -22,11 +24,18 @@ for _name in ("math_verify.parser", "math_verify.grader"):
 
 
 def score(response: str, answer: object) -> float:
-    """Compare response and answer, which is LaTeX or a number, with or without $ or \\boxed around it."""
-    expected = _reference(required_text(answer))
-    start = response.rfind(_BOXED)
-    found = parse(response[max(start, 0) :], parsing_timeout=None)
-    return float(verify(expected, found, timeout_seconds=None))
+    """Compare response and answer, which is LaTeX or a number, with or without $ or \\boxed around it.
+
+    If only one of the two is a percentage, 50% equals both 50, as in common data sets, and 0.5.
+    """
+    text = required_text(answer)
+    found = response[max(response.rfind(_BOXED), 0) :]
+    parsed = parse(_PERCENT.sub("", found), parsing_timeout=None)
+    references = [_reference(text)]
+    percentages = [_PERCENT.search(one) is not None for one in (text, found)]
+    if percentages in ([True, False], [False, True]):
+        references.append(_reference(text, "{}/100" if percentages[0] else "100*({})"))
+    return float(any(verify(expected, parsed, timeout_seconds=None) for expected in references))
 
 
 def extract(response: str) -> str | None:
@@ -41,10 +50,19 @@ def extract(response: str) -> str | None:
     return None
 
 
+def _bare(text: str) -> str:
+    """Return an answer without the marks around it."""
+    return extract(text) or text.replace("$", "")
+
+
 @lru_cache(maxsize=4096)
-def _reference(answer: str) -> list[Any]:
-    has_marks = "$" in answer or _BOXED in answer
-    expected: list[Any] = parse(answer if has_marks else f"{_BOXED}{{{answer}}}", parsing_timeout=None)
+def _reference(answer: str, form: str = "{}") -> list[Any]:
+    """Return what a reference answer means, or a form of it."""
+    text = _PERCENT.sub("", answer).replace("\\$", "").strip()
+    has_marks = text.count("$") > 1 or _BOXED in text
+    if form != "{}":
+        text, has_marks = form.format(_bare(text)), False
+    expected: list[Any] = parse(text if has_marks else f"{_BOXED}{{{text.replace('$', '')}}}", parsing_timeout=None)
     if not expected:
         raise ValueError(f"the reference answer {answer[:40]!r} is not readable as mathematics")
     return expected

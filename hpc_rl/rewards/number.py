@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence, Set
 
 _FLOAT32_MAX = 3.4028234663852886e38
 
@@ -51,12 +51,29 @@ def split_reward(value: object) -> tuple[float, dict[str, float]]:
     return to_score(value[SCORE_KEY]), components
 
 
-def required_text(answer: object) -> str:
-    """Return a reference answer as text, for functions that compare with one.
+def single(answer: object) -> object:
+    """Return a reference answer, which may be the only item of a list.
 
     Raises:
         ValueError: there is no reference answer.
     """
-    if answer is None:
+    while isinstance(answer, list | tuple) and len(answer) == 1:
+        (answer,) = answer
+    if answer is None or answer != answer:  # pandas writes NaN for what is missing
         raise ValueError("there is no reference answer: set data.answer_key")
+    return answer
+
+
+def required_text(answer: object) -> str:
+    """Return a reference answer as text, for functions that compare with one.
+
+    Raises:
+        ValueError: there is no reference answer, or it is neither text nor a number.
+    """
+    answer = single(answer)
+    if isinstance(answer, bool | bytes | Mapping | Sequence | Set) and not isinstance(answer, str):
+        raise ValueError(
+            f"the reference answer {str(answer)[:40]!r} is of the type {type(answer).__name__}; text or a number is "
+            "needed (data.answer_key)"
+        )
     return str(answer)

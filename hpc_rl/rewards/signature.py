@@ -11,6 +11,10 @@ from hpc_rl.errors import UserError
 
 EXTRAS = ("row", "prompt")
 """Parameters that a function may have; only a function that has them receives them."""
+_OF_TRL = ("completions", "prompts", "completion_ids", "completions_ids", "trainer_state", "queries")
+"""Parameters by which TRL passes lists to reward functions."""
+_ANSWERS = ("answer", "ground_truth", "reference", "label", "solution", "target")
+"""Names of a first parameter that has to be the second one."""
 EXPECTED = "def score(response: str, answer, **kwargs) -> float"
 
 
@@ -29,6 +33,7 @@ def check(spec: str, signature: Signature, kwargs: Mapping[str, Any]) -> None:
     Raises:
         UserError: the parameters do not fit; the message compares them with the call.
     """
+    refuse_others(spec, signature)
     given = extras(signature)
     if clash := [name for name in given if name in kwargs]:
         raise UserError(
@@ -43,6 +48,25 @@ def check(spec: str, signature: Signature, kwargs: Mapping[str, Any]) -> None:
             f"reward.function {spec} has the parameters {_bare(signature)}, but is called with ({call}): {error}. "
             f"Define it as {EXPECTED}, and set further arguments in reward.kwargs"
         ) from error
+
+
+def refuse_others(spec: str, signature: Signature) -> None:
+    """Raise UserError if the function would get something else than the names of its parameters say.
+
+    Functions for TRL and OpenRLHF receive lists by name; others receive the answer before the response.
+    """
+    found = [name for name in _OF_TRL if name in signature.parameters]
+    if not found and next(iter(signature.parameters), None) in _ANSWERS:
+        raise UserError(
+            f"reward.function {spec} has the parameters {_bare(signature)}, but is called with (response, answer) in "
+            f"this order: define it as {EXPECTED}"
+        )
+    if found:
+        raise UserError(
+            f"reward.function {spec} has the parameter {found[0]}, as reward functions of TRL and OpenRLHF have: they "
+            f"receive lists, and return a list. Here a function scores one response: define it as {EXPECTED} "
+            "(docs/from-trl.md)"
+        )
 
 
 def of_parameters(named: Iterable[tuple[str, Any, bool]]) -> Signature:

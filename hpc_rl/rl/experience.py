@@ -190,9 +190,14 @@ def teaching(experience: TensorDict, algorithm: AlgorithmConfig) -> torch.Tensor
 
 def importance_weights(experience: TensorDict, algorithm: AlgorithmConfig) -> torch.Tensor:
     """Return a token column: weights that correct for the difference between engine and trainer."""
-    old_N, rollout_N = (flat(experience, name) for name in ("old_logprobs", "rollout_logprobs"))
-    ratios_N = importance_ratios(old_N, rollout_N, lengths(experience), algorithm.tis_level)
+    ratios_N = trainer_ratios(experience, algorithm)
     return jagged(correction_weights(ratios_N, algorithm.tis_cap, algorithm.tis_bounds), lengths(experience))
+
+
+def trainer_ratios(experience: TensorDict, algorithm: AlgorithmConfig) -> torch.Tensor:
+    """Return p of the trainer / p of the engine at each token, [N]; see importance_ratios."""
+    old_N, rollout_N = (flat(experience, name) for name in ("old_logprobs", "rollout_logprobs"))
+    return importance_ratios(old_N, rollout_N, lengths(experience), algorithm.tis_level)
 
 
 def jagged_rows(rows: Sequence[NDArray[np.generic]]) -> torch.Tensor:

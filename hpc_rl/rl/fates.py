@@ -145,7 +145,7 @@ def leave_reason(fate: Fate) -> None:
 def evidence(error: RayActorError, log: Path | None) -> Evidence:
     """Ask Ray for the node of a dead actor, and that node for its kernel's counter."""
     text = str(error)
-    found = re.search(r"^\s*ip: (\S+)$", text, re.MULTILINE)
+    found = re.search(r"^[ \t]*ip: (\S+)$", text, re.MULTILINE)
     nodes = [node for node in ray.nodes() if found and node["NodeManagerAddress"] == found[1]]
     alive = [node for node in nodes if node["Alive"]]
     return Evidence(
@@ -158,7 +158,7 @@ def evidence(error: RayActorError, log: Path | None) -> Evidence:
 
 def _left_reason(known: Evidence) -> Fate | None:
     """Return what the process itself wrote with `leave_reason`. The log may have the reasons of earlier processes."""
-    pid = re.search(r"^\s*pid: (\d+)$", known.error, re.MULTILINE)
+    pid = re.search(r"^[ \t]*pid: (\d+)$", known.error, re.MULTILINE)
     pattern = _REASON.format(pid=pid and pid[1], code=r"(\d+)", text=r"(.*(?:\n {8}.*)*)")
     found = re.search(f"^ *{pattern}", known.log, re.MULTILINE)
     return Fate(found[2].replace("\n        ", "\n"), int(found[1])) if found else None

@@ -10,7 +10,7 @@ import torch
 from tensordict import TensorDict
 
 from hpc_rl.algorithms.advantages import group_deviations
-from hpc_rl.algorithms.correction import PROBS_DIFF_WARNING, probability_difference
+from hpc_rl.algorithms.correction import PROBS_DIFF_WARNING, probability_difference, weight_statistics
 from hpc_rl.algorithms.losses import explained_variance
 from hpc_rl.config.algorithm import AlgorithmConfig
 from hpc_rl.config.ppo import PpoConfig
@@ -24,6 +24,8 @@ from hpc_rl.tracking.timeline import Timeline, new_timeline
 from hpc_rl.training.perf import Clock, Span
 
 PROBS_DIFF_DOCS = "docs/rl.md, section 'When engine and trainer disagree'"
+STALE_WARNING = 0.05
+"""KL(sampling policy, policy) per token over which old responses mislead the training, as for the updates of a step."""
 LENGTH_PERCENTILES = (10, 50, 90)
 OF_REWARDS = ("critic/score/", "critic/rewards/", "reward_std", "frac_reward_zero_std")
 """Beginnings of the names of metrics that a run without a reward does not have."""
@@ -65,13 +67,26 @@ def experience_metrics(experience: TensorDict, config: PpoConfig) -> dict[str, f
         metrics["critic/returns/mean"] = returns_N.mean()
         metrics["critic/values/mean"] = values_N.mean()
         metrics["critic/vf_explained_var"] = torch.tensor(explained_variance(values_N, returns_N))
-    if config.rollout.calculate_log_probs and not config.truncates_logprobs:
-        old_N, rollout_N = columns.flat(experience, "old_logprobs"), columns.flat(experience, "rollout_logprobs")
-        difference = probability_difference(old_N, rollout_N)
-        metrics |= {f"training/rollout_probs_diff_{name}": torch.tensor(v) for name, v in difference._asdict().items()}
     if not config.scores:
         metrics = {name: value for name, value in metrics.items() if not name.startswith(OF_REWARDS)}
-    return {name: float(value) for name, value in metrics.items()}
+    return {name: float(value) for name, value in metrics.items()} | _sampler_metrics(experience, config)
+
+
+def _sampler_metrics(experience: TensorDict, config: PpoConfig) -> dict[str, float]:
+    """Compare the weights that sampled the tokens with those of the trainer before the updates of the step."""
+    algorithm, found = config.algorithm, dict[str, float]()
+    if not (algorithm.corrects or config.rollout.calculate_log_probs):
+        return found  # there is nothing to compare; see setup.old_logprobs
+    if not config.truncates_logprobs:
+        old_N, rollout_N = columns.flat(experience, "old_logprobs"), columns.flat(experience, "rollout_logprobs")
+        found["training/rollout_log_ratio"] = float((rollout_N - old_N).mean())
+        difference = probability_difference(old_N, rollout_N)
+        found |= {f"training/rollout_probs_diff_{name}": value for name, value in difference._asdict().items()}
+    if algorithm.corrects:
+        ratios_N = columns.trainer_ratios(experience, algorithm)
+        weights = weight_statistics(ratios_N, algorithm.tis_cap, algorithm.tis_bounds)
+        found |= {f"training/is_weight/{name}": value for name, value in weights._asdict().items()}
+    return found
 
 
 def reward_metrics(scores: Scores) -> dict[str, float]:
@@ -240,8 +255,18 @@ def no_signal_warning(steps: int, metrics: dict[str, float]) -> str | None:
     )
 
 
-def probs_diff_warning(metrics: dict[str, float]) -> str | None:
-    """Return a warning if engine and trainer disagree by more than rounding explains, else None."""
+def sampler_warning(metrics: dict[str, float], staleness: int) -> str | None:
+    """Return a warning if the policy that sampled the step's responses is too far from that of the trainer, else None:
+    without staleness further than rounding explains, with it further than a step's updates should go."""
+    if staleness:
+        distance = metrics.get("training/rollout_log_ratio", metrics.get("actor/ppo_kl", 0.0))
+        if distance <= STALE_WARNING:
+            return None
+        return (
+            f"warning: the policy is {distance:.2f} nats per token from the one that sampled the responses (threshold: "
+            f"{STALE_WARNING}): old responses mislead the training. Lower actor.optim.lr, or rollout.staleness "
+            f"({staleness})"
+        )
     mean = metrics.get("training/rollout_probs_diff_mean", 0.0)
     if mean <= PROBS_DIFF_WARNING:
         return None

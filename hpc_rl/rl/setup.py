@@ -12,7 +12,7 @@ from hpc_rl.algorithms.kl import AdaptiveKl
 from hpc_rl.config.pools import Role, pool_of, pool_spec
 from hpc_rl.config.ppo import PpoConfig
 from hpc_rl.config.rollout import engine_dtype, engine_spec
-from hpc_rl.data.chat import chat_template
+from hpc_rl.data.chat import chat_template, template_remarks
 from hpc_rl.data.lazy import Joined
 from hpc_rl.data.mixture import Mixture
 from hpc_rl.data.order import Position
@@ -72,6 +72,8 @@ def set_up(config: PpoConfig, run: RunDir, logs: Path) -> PpoState:
     groups, rollout = start_workers(config, pools, logs, carrier)
     tokenizer = load_tokenizer(config.model)
     tokenizer.chat_template = chat_template(tokenizer, config.data)  # so that the exported model has it too
+    for line in template_remarks(tokenizer, learns=False):
+        print(line, flush=True)
     environment = None
     if config.environment.is_used:
         environment = Environment(config, tokenizer, open_environments(config, logs))

@@ -36,9 +36,9 @@ from hpc_rl.rl.metrics import (
     has_signal,
     no_signal_warning,
     perf_metrics,
-    probs_diff_warning,
     reward_metrics,
     rollout_metrics,
+    sampler_warning,
     timeline,
 )
 from hpc_rl.rl.rows import correct_rows
@@ -162,7 +162,8 @@ def step(state: PpoState, clock: Clock) -> dict[str, float]:
     if kl_mean is not None:
         metrics["actor/reward_kl_penalty"] = kl_mean
     state.steps_without_signal = 0 if has_signal(experience, algorithm) else state.steps_without_signal + 1
-    for warning in (no_signal_warning(state.steps_without_signal, metrics), probs_diff_warning(metrics)):
+    too_far = sampler_warning(metrics, config.rollout.staleness)
+    for warning in (no_signal_warning(state.steps_without_signal, metrics), too_far):
         if warning is not None:
             print(warning, flush=True)
     if records_training_samples(state.step, state.total_steps):

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 from hpc_rl.errors import EXIT_STOPPED, UserError
+from hpc_rl.host.counted import counted
 from hpc_rl.host.files import read_json, write_atomically
 from hpc_rl.host.ownership import is_own_folder
 from hpc_rl.run_dir import RunDir
@@ -45,8 +46,13 @@ class Ending:
         return at - self._since >= SETTLED_S
 
 
-def wait(run: RunDir, on_poll: Callable[[], None] = lambda: None) -> int:
-    """Wait until the run's job has ended and return its exit code. `on_poll` is called several times a second.
+def wait(
+    run: RunDir,
+    on_poll: Callable[[], None] = lambda: None,
+    on_status: Callable[[RunStatus], None] = lambda _now: None,
+) -> int:
+    """Wait until the run's job has ended and return its exit code. `on_poll` is called several times a second, and
+    `on_status` whenever Slurm was asked.
 
     A job that is queued again has not ended; see `Ending`.
     """
@@ -59,6 +65,7 @@ def wait(run: RunDir, on_poll: Callable[[], None] = lambda: None) -> int:
             interval, next_look, seen = STATE_POLL_S[0], 0.0, written
         if time.monotonic() >= next_look:
             now = status_of(run, commands.TIMEOUT_S)
+            on_status(now)
             if ending.seen(now, time.monotonic()):
                 on_poll()
                 return exit_code(now)
@@ -104,14 +111,22 @@ def cancel(run: RunDir) -> str:
         _end_process(run, now)
     else:
         cancel_jobs([now])
-    saved = newest_checkpoint(run)
-    left = f"submit it again to resume from {saved}" if saved else "it had not saved a checkpoint yet"
+    write_atomically(run.cancelled, f"{now.job_id}\n")
+    saved = newest_checkpoint(run) or saved_by(run)
+    again = f"hpc-rl requeue {run.name}" if in_slurm(run) else f"the same command with --job-name {run.name}"
+    left = f"{again} resumes from {saved}" if saved else "it had not saved anything yet"
     return f"cancelled job {now.job_id} of run {run.name}; {left}"
 
 
 def newest_checkpoint(run: RunDir) -> str | None:
     """Return the name of the newest complete checkpoint, such as step-00000040."""
     return max((path.name for path in run.checkpoints.glob("step-*") if not path.suffix), default=None)
+
+
+def saved_by(run: RunDir) -> str | None:
+    """Return what a run without checkpoints has saved: the finished blocks of a generation."""
+    blocks = len(list(run.response_parts.glob("*.jsonl")))
+    return counted(blocks, "finished block") if blocks else None
 
 
 def stop(run: RunDir) -> str:
@@ -148,8 +163,10 @@ def cancel_jobs(active: Sequence[RunStatus]) -> None:
     within_s = commands.LOOK_S if len(active) == 1 else commands.TIMEOUT_S
     cancel_ids([(str(now.job_id), RunDir(Path(now.run_dir))) for now in active], within_s)
     for now in active:
+        run = RunDir(Path(now.run_dir))
+        write_atomically(run.cancelled, f"{now.job_id}\n")
         if now.state == "PENDING":
-            RunDir(Path(now.run_dir)).write_status(now.job_id, 0, "CANCELLED", None)
+            run.write_status(now.job_id, 0, "CANCELLED", None)
 
 
 def cancel_ids(jobs: Iterable[tuple[str, RunDir]], within_s: float = commands.TIMEOUT_S) -> None:

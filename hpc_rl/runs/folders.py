@@ -1,20 +1,16 @@
-"""The folders in which this user has submitted runs, so that plans learn from the runs of all projects.
-
-They are the lines of ~/.local/state/hpc-rl/run-folders, the newest first ($XDG_STATE_HOME replaces ~/.local/state:
-https://specifications.freedesktop.org/basedir-spec/latest/).
-"""
+"""The folders in which this user has submitted runs, so that plans learn from the runs of all projects."""
 
 from __future__ import annotations
 
 import contextlib
-import os
 from collections.abc import Iterator
 from heapq import nlargest
 from pathlib import Path
 
 from hpc_rl.host.files import write_atomically
-from hpc_rl.host.ownership import is_own_folder, open_own
+from hpc_rl.host.ownership import is_own_folder
 from hpc_rl.run_dir import RunDir
+from hpc_rl.runs import remembered
 from hpc_rl.runs.status import ROOT, is_pipeline, is_sweep, runs_below
 
 MOST_FOLDERS = 50
@@ -28,8 +24,8 @@ def remember(folder: Path) -> None:
     are less exact."""
     folder = folder.absolute()
     line = str(folder.parent if is_sweep(folder) or is_pipeline(folder) else folder)
-    path = _list()
-    lines = [] if path is None else _lines(path)
+    path = remembered.list_file()
+    lines = [] if path is None else remembered.lines(path)
     if path is None or lines[:1] == [line] or not line.isprintable():
         return
     with contextlib.suppress(OSError):
@@ -40,9 +36,7 @@ def remember(folder: Path) -> None:
 
 def run_folders() -> list[Path]:
     """Return ./runs, and the other remembered folders that still exist and belong to this user."""
-    path = _list()
-    others = [] if path is None else [other for line in _lines(path) if is_own_folder(other := Path(line))]
-    return list(dict.fromkeys([ROOT.absolute(), *others]))
+    return list(dict.fromkeys([ROOT.absolute(), *remembered.folders()]))
 
 
 def newest_runs() -> Iterator[RunDir]:
@@ -53,22 +47,3 @@ def newest_runs() -> Iterator[RunDir]:
             with contextlib.suppress(OSError):  # not submitted
                 times[path] = RunDir(path).job.stat().st_mtime
     yield from map(RunDir, nlargest(MOST_RUNS, times, key=lambda path: times[path]))
-
-
-def _list() -> Path | None:
-    """Return the path of the list; None if the home folder is unknown."""
-    state = os.environ.get("XDG_STATE_HOME", "")
-    try:
-        folder = Path(state) if state.startswith("/") else Path("~/.local/state").expanduser()
-    except RuntimeError:
-        return None
-    return folder / "hpc-rl" / "run-folders"
-
-
-def _lines(path: Path) -> list[str]:
-    """Return the lines of the list; none if it does not exist, or somebody else can write to it."""
-    try:
-        with open_own(path) as file:
-            return file.read().splitlines()
-    except (OSError, UnicodeDecodeError):
-        return []

@@ -3,11 +3,49 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable, Mapping
 from difflib import get_close_matches
 from pathlib import Path
+from typing import Any
 
+from hpc_rl.config.tree import flat
 from hpc_rl.errors import UserError
 from hpc_rl.runs.status import ROOT, find_run, is_run, runs_below
+
+MODEL_KEYS = (
+    *("model.path", "model.tokenizer_path", "model.lora.path"),
+    *("ref.path", "teacher.path", "critic.path", "reward.model"),
+)
+"""Options that name a model."""
+
+
+def models_of_runs(may_come: bool) -> Callable[[Mapping[str, Any]], dict[str, str]]:
+    """Return what replaces the names of runs in a configuration by the folders of their models; see `compose`.
+
+    Args:
+        may_come: whether a run may export its model later.
+    """
+
+    def fill_in(tree: Mapping[str, Any]) -> dict[str, str]:
+        named = flat(tree)
+        return {
+            key: found
+            for key in MODEL_KEYS
+            if isinstance(name := named.get(key), str) and (found := model_for(key, name, may_come)) != name
+        }
+
+    return fill_in
+
+
+def model_for(key: str, name: str, may_come: bool) -> str:
+    """Return the folder of a run's model, or the name as it is if it names no run. See `model_of`."""
+    folder = Path(name)
+    if not name or (folder.is_dir() and not is_run(folder)):
+        return name  # whether it is a model is checked later
+    try:
+        return model_of(name, may_come)
+    except UserError as error:
+        raise UserError(f"{key} {name}: {error}") from error
 
 
 def model_of(target: str, may_come: bool = False) -> str:

@@ -76,6 +76,12 @@ def write_report(selected: Sequence[Selected], path: Path, refresh: bool = False
     shown = [run for run in recorded if run.has_started or not run.swept]
     if not shown:
         raise UserError("no run of the sweep has started: `hpc-rl runs SWEEP` lists their states")
+    for run, status in zip(recorded, statuses, strict=True):
+        if status.left_no_log and not (run.has_started or run.swept):
+            raise UserError(
+                f"run {run.name} has nothing to report: its job has failed and left no log; hpc-rl explain {run.name} "
+                "shows why"
+            )
     write_page(shown, path, refresh_s=REFRESH_S if refresh and active else None)
     return active
 

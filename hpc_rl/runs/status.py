@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import json
 import os
+import pwd
 import re
 import signal
 import time
@@ -18,6 +19,7 @@ from hpc_rl.errors import UserError
 from hpc_rl.host.disk import disk_problem
 from hpc_rl.host.files import open_regular, read_json
 from hpc_rl.run_dir import MARKS, PIPELINE_MARK, SWEEP_MARK, RunDir, terminated_file
+from hpc_rl.runs import remembered
 from hpc_rl.slurm import commands
 from hpc_rl.slurm.place import Place, by_place, recorded
 from hpc_rl.slurm.states import ENDED, JobState
@@ -30,6 +32,8 @@ UNKNOWN = "UNKNOWN"
 """Slurm does not answer, and the job has not recorded a state."""
 SCRIPT_KILLED = "the job's script was killed before it could record how the job ended"
 REQUEUED_ITSELF = "the job has recorded that it is queued again, so Slurm may show this state only for a moment"
+CANCELLED = "CANCELLED"
+BY_YOU = "by you"
 STOPPED = "STOPPED"
 """A state of hpc-rl: the run saved and exited early. In Slurm its job has the state FAILED with exit code 75."""
 Ask = Callable[[str], JobState | None]
@@ -75,6 +79,11 @@ class RunStatus:
         """Whether a job may be writing to the run directory; true also while Slurm does not answer."""
         return not self.ended and self.state != NOT_SUBMITTED
 
+    @property
+    def left_no_log(self) -> bool:
+        """Whether the job has failed, and Slurm could not create its log: usually, its nodes lack the folder."""
+        return self.state == "FAILED" and self.log is not None and not Path(self.log).exists()
+
     def as_json(self) -> str:
         return json.dumps(asdict(self))
 
@@ -103,6 +112,18 @@ def find_run(target: str) -> RunDir:
         f"no run {target!r} in {ROOT.absolute()}: "
         + (f"did you mean {close[0]}?" if close else "give a run directory, a run's name or a job id")
     )
+
+
+def newest_run() -> str:
+    """Return the path of the run below ./runs that was submitted last.
+
+    Raises:
+        UserError: there is none.
+    """
+    jobs = [job for path in runs_below(ROOT) if (job := RunDir(path).job).is_file()]
+    if not jobs:
+        raise UserError(f"no run was submitted from here: {ROOT.absolute()} has none; name a run directory or a job id")
+    return str(max(jobs, key=lambda job: job.stat().st_mtime_ns).parent)
 
 
 def is_run(path: Path) -> bool:
@@ -195,6 +216,8 @@ def _answers(job_ids: Sequence[str], place: Place, within_s: float) -> Ask:
 def _status(run: RunDir, job_id: str | None, job: Mapping[str, Any], ask: Ask, disk: str) -> RunStatus:
     latest = _last_metrics(run.metrics)
     fields = _job_fields(run, job_id, job, ask)
+    if fields["state"] == CANCELLED and not fields.get("reason"):
+        fields["reason"] = _canceller(run, job_id, None)
     return RunStatus(
         run=run.name,
         run_dir=str(run.path),
@@ -274,8 +297,27 @@ def _job_fields(run: RunDir, job_id: str | None, job: Mapping[str, Any], ask: As
     was_killed = slurm.state == "FAILED" and own_fields["state"] == "RUNNING" and (slurm.exit_code or 0) > 128
     may_return = requeued and slurm.ended and slurm.state != "CANCELLED"
     reason = SCRIPT_KILLED if was_killed else REQUEUED_ITSELF if may_return else slurm.reason
+    if slurm.ended and slurm.state != "COMPLETED":
+        exit_code = exit_code or None  # Slurm shows 0 for jobs that it ended, such as CANCELLED and NODE_FAIL
+    if slurm.state == CANCELLED and not reason.startswith("Dependency"):  # others are why it waited before
+        reason = _canceller(run, job_id, slurm.cancelled_by)
     fields = {"state": slurm.state, "reason": reason, "nodes": slurm.nodes, "may_return": may_return}
     return {**fields, "expected_start": slurm.expected_start, "exit_code": exit_code}
+
+
+def _canceller(run: RunDir, job_id: str | None, user: int | None) -> str:
+    """Return who cancelled a job, as far as is known."""
+    with suppress(OSError), open_regular(run.cancelled) as file:
+        if file.read(64).decode(errors="replace").strip() == job_id:
+            return BY_YOU
+    if user == os.getuid() or (job_id is not None and is_local(job_id)):
+        return BY_YOU
+    if user is None:
+        return "by you or an administrator"
+    try:
+        return f"by {pwd.getpwuid(user).pw_name}"
+    except KeyError:
+        return f"by the user with the id {user}"
 
 
 def _forgotten(run: RunDir, own: Mapping[str, Any]) -> dict[str, Any]:
@@ -297,10 +339,11 @@ def _last_recorded(run: RunDir, silence: str, state: str) -> dict[str, Any]:
 
 def _run_of_job(job_id: str) -> RunDir:
     found = []
-    for path in runs_below(ROOT):
+    every = dict.fromkeys([ROOT.absolute(), *remembered.folders()])
+    for path in (path for folder in every for path in runs_below(folder)):
         run = RunDir(path.absolute())
         ids = [str(read_json(mark).get("job_id")) for mark in (run.job, run.status)]
-        if job_id in ids:
+        if job_id in ids or job_log(run, job_id).is_file():
             found.append(run)
         elif any(known.startswith(f"{job_id}_") for known in ids):
             raise _names_several(job_id, path.parent)
@@ -308,12 +351,19 @@ def _run_of_job(job_id: str) -> RunDir:
         raise UserError(f"job {job_id} is that of several runs: name one of {', '.join(run.name for run in found)}")
     if found:
         return found[0]
+    where = f"job {job_id} does not belong to a run in {ROOT.absolute()} or another folder of your runs"
     try:
         log = commands.job_log(job_id)
+        state = commands.job_state(job_id, commands.LOOK_S) if log is None else None
     except commands.NoAnswer as error:
-        raise UserError(f"job {job_id} does not belong to a run in {ROOT.absolute()}, and {error}") from error
+        raise UserError(f"{where}, and {error}") from error
     if log is None:
-        raise UserError(f"job {job_id} does not belong to a run in {ROOT.absolute()}, and Slurm has no such job")
+        past = (
+            f"in Slurm's accounting it is {state.state}, without the path of its log"
+            if state
+            else "Slurm has no record of it, which without accounting is so some minutes after a job has ended"
+        )
+        raise UserError(f"{where}, and {past}: name the run or its directory")
     if not is_run(Path(log).parent):
         raise UserError(f"job {job_id} is not a run of hpc-rl: its log is {log}")
     return RunDir(Path(log).parent)

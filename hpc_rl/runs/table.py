@@ -15,9 +15,10 @@ from hpc_rl.host.files import read_json
 from hpc_rl.run_dir import RunDir, ended_at
 from hpc_rl.runs.run_sets import RunSet, find_run_set, run_set_in
 from hpc_rl.runs.status import ROOT, RunStatus, is_run, run_paths, statuses_of
+from hpc_rl.tracking.evaluations import data_names, model_names
 from hpc_rl.tracking.history import read_history
 
-_SHOWN = ("val/score", "critic/score/mean", "generate/score", "val/loss", "train/loss")
+_SHOWN = ("eval/score", "val/score", "critic/score/mean", "generate/score", "val/loss", "train/loss")
 """The table shows the first of these metrics in a run's last record."""
 MOST_ENDED = 100
 """The most runs that have ended in a table of recent runs."""
@@ -71,6 +72,14 @@ class RunRow:
             "sweep": self.sweep,
         }
         return {**self.options, **self.values, **self.status.metrics, **own}
+
+    @property
+    def evaluated(self) -> str:
+        """The model and the data of an evaluation, in short; empty for other runs."""
+        model, files = self.options.get("model.path"), self.options.get("data.files")
+        if self.kind != "eval" or not isinstance(model, str) or not isinstance(files, list):
+            return ""
+        return f"{model_names([model])[model]} on {', '.join(data_names(list(map(str, files))).values())}"
 
     def as_dict(self) -> dict[str, Any]:
         own = {"kind": self.kind, "submitted": self.submitted, "node_hours": round(self.node_hours, 4)}

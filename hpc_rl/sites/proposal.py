@@ -340,6 +340,7 @@ def _surroundings(facts: Facts) -> Iterator[str]:
         here = ", ".join(f"{name} ({address})" for name, address in facts.interfaces.items())
         yield f"# Interfaces here: {here}. Compute nodes may differ: run hpc-rl doctor --on-nodes 2."
         yield f"# interface: {fast or next(iter(facts.interfaces))}    # default: the interface of the default route"
+    yield "# python: /path/to/env/bin/python    # of jobs, chat and export, if this one has no torch"
     if facts.has_modules:
         found = f"    # here: {', '.join(facts.modules)}" if facts.modules else ""
         yield f"# modules: [{facts.modules[-1] if facts.modules else 'cuda'}]{found}"

@@ -8,6 +8,11 @@ from dataclasses import dataclass
 
 from hpc_rl.host.counted import counted
 
+MOST_NODES = 65_536
+"""Names in a hostlist; Slurm itself expands no longer range."""
+_MOST_GROUPS = 16
+_TOO_MANY = f"the hostlist has more than {MOST_NODES:,} names"
+
 
 @dataclass(frozen=True)
 class Allocation:
@@ -71,7 +76,10 @@ def expand_hostlist(text: str) -> tuple[str, ...]:
     """
     if text.count("[") != text.count("]") or re.search(r"\[[^\]]*\[", text):
         raise ValueError(f"{text!r} is not a hostlist: its brackets do not match")
-    names = [name for part in _split_outside_brackets(text) for name in _expand_one(part)]
+    names: list[str] = []
+    for part in re.findall(r"(?:[^\[,]++|\[[^\[\]]*+\])++", text):
+        if part.strip():
+            names += _expand_one(part.strip(), MOST_NODES - len(names))
     if not names:
         raise ValueError("the hostlist is empty")
     return tuple(names)
@@ -84,25 +92,27 @@ def _required(environ: Mapping[str, str], *names: str) -> str:
     raise ValueError(f"{names[-1]} is not set: start this in a Slurm step (srun), or with `hpc-rl submit --local`")
 
 
-def _split_outside_brackets(text: str) -> list[str]:
-    return [part.strip() for part in re.split(r",(?![^\[]*\])", text) if part.strip()]
+def _expand_one(part: str, most: int) -> list[str]:
+    names = [""]
+    pieces = re.split(r"\[([^\[\]]*)\]", part)
+    if len(pieces) // 2 > _MOST_GROUPS:
+        raise ValueError(f"a name of the hostlist has more than {_MOST_GROUPS} brackets")
+    for number, piece in enumerate(pieces):
+        choices = _expand_ranges(piece, most) if number % 2 else [piece]
+        if len(names) * len(choices) > most:
+            raise ValueError(_TOO_MANY)
+        names = [name + choice for name in names for choice in choices]
+    return names
 
 
-def _expand_one(part: str) -> list[str]:
-    match = re.search(r"\[([^\]]*)\]", part)
-    if not match:
-        return [part]
-    heads = [part[: match.start()] + index for index in _expand_ranges(match[1])]
-    tails = _expand_one(part[match.end() :])
-    return [head + tail for head in heads for tail in tails]
-
-
-def _expand_ranges(text: str) -> list[str]:
+def _expand_ranges(text: str, most: int) -> list[str]:
     indices: list[str] = []
     for item in text.split(","):
-        bounds = re.fullmatch(r"(\d+)(?:-(\d+))?", item.strip())
+        bounds = re.fullmatch(r"(\d{1,18})(?:-(\d{1,18}))?", item.strip())
         if not bounds:
-            raise ValueError(f"{item!r} is not a range of a hostlist")
+            raise ValueError(f"{item[:40]!r} is not a range of a hostlist")
         first, last = bounds[1], bounds[2] or bounds[1]
+        if len(indices) + int(last) - int(first) >= most:
+            raise ValueError(_TOO_MANY)
         indices += [f"{number:0{len(first)}d}" for number in range(int(first), int(last) + 1)]
     return indices

@@ -142,9 +142,9 @@ def parse_gpus(gres: str) -> dict[str, int]:
     The sockets in parentheses may contain commas (`(S:0,2)`). MIG devices have types too (`gpu:a100_1g.5gb:7`).
     """
     found: dict[str, int] = {}
-    for part in re.sub(r"\([^)]*\)", "", gres).split(","):
+    for part in re.sub(r"\([^()]*\)", "", gres).split(","):
         match = re.fullmatch(
-            r"gpu(?::(?!no_consume)([^:]+(?=:)|[^:]*[^:\d][^:]*))?(?::no_consume)?(?::(\d+))?", part.strip()
+            r"gpu(?::(?!no_consume)([^:]++(?=:)|(?=\d*+[^:])[^:]++))?(?::no_consume)?(?::(\d+))?", part.strip()
         )
         if match:
             found[match[1] or ""] = found.get(match[1] or "", 0) + int(match[2] or 1)
@@ -169,7 +169,7 @@ def has_accounting(config: Mapping[str, str]) -> bool:
 
 def read_controllers(text: str) -> dict[str, bool]:
     """Parse the last lines of `scontrol show config`: host of a controller -> whether it is up."""
-    return {host: state == "UP" for host, state in re.findall(r"^Slurmctld\([^)]*\) at (\S+) is (\w+)", text, re.M)}
+    return {host: state == "UP" for host, state in re.findall(r"^Slurmctld\([^)\n]*\) at (\S+) is (\w+)", text, re.M)}
 
 
 def read_associations(text: str, cluster: str) -> list[Association]:

@@ -199,6 +199,15 @@ def partitions(place: Place | None = None) -> list[cluster.Partition]:
     return cluster.read_partitions(_checked_output(["scontrol", "show", "partition", "-o", "-a"], place))
 
 
+def runs_jobs_here() -> bool:
+    """Return whether this machine is a node, on which slurmd runs; false if Slurm does not answer."""
+    try:
+        result = _run(["scontrol", "show", "slurmd"], time.monotonic() + LOOK_S)
+    except NoAnswer:
+        return False
+    return result is not None and result.returncode == 0
+
+
 def configuration(place: Place | None = None) -> tuple[dict[str, str], dict[str, bool]]:
     """Return Slurm's settings and its controllers: host -> whether it is up.
 

@@ -61,6 +61,8 @@ class JobState:
     """As a shell shows it: 128 + n if signal n ended the job. None before the end."""
     stdout: str = ""
     """Path of the job's log, if Slurm reports it."""
+    cancelled_by: int | None = None
+    """Id of the user who cancelled the job, if accounting reports it."""
     expected_start: str = ""
     """Slurm's estimate for a pending job, ISO 8601 in the controller's time zone; empty if it has none."""
 
@@ -83,7 +85,9 @@ def sacct_states(text: str) -> dict[str, JobState]:
         if len(fields) == 5:
             state = plain_state(fields[1])
             exit_code = exit_code_of(fields[2]) if state in ENDED else None
-            one = JobState(state, _nodes(fields[3]), _reason(fields[4], fields[2]), exit_code)
+            by = re.fullmatch(r"CANCELLED by (\d+)", fields[1])
+            user = int(by[1]) if by else None
+            one = JobState(state, _nodes(fields[3]), _reason(fields[4], fields[2]), exit_code, cancelled_by=user)
             found |= dict.fromkeys(_array_tasks(fields[0]), one)
     return found
 
@@ -117,7 +121,9 @@ def newer(recorded: JobState | None, queued: JobState | None) -> JobState | None
 
 def read_scontrol(text: str) -> JobState | None:
     """Parse `scontrol show job -o ID`, which Slurm keeps for MinJobAge (300 s) after the end."""
-    fields = dict(re.findall(r"(?:^|\s)(JobState|NodeList|Reason|ExitCode|StdOut)=(.*?)(?=\s+[A-Za-z/:]+=|\s*$)", text))
+    keys = list(re.finditer(r"(?:^|\s)([A-Za-z/:]+)=", text))
+    ends = [key.start() for key in keys[1:]] + [len(text)]
+    fields = {key[1]: text[key.end() : end].strip() for key, end in zip(keys, ends, strict=False)}
     if "JobState" not in fields:
         return None
     state = plain_state(fields["JobState"])
@@ -138,7 +144,7 @@ def run_dir_of_script(text: str, variable: str, environ: Mapping[str, str]) -> s
         ValueError: only bash could determine the value (a command substitution, or a variable that is not set here).
     """
     for line in text.splitlines():
-        match = re.match(rf"\s*(?:export\s+)?{variable}=(\S.*)", line)
+        match = re.match(rf"\s*(?:export\s+)?{variable}=(\S.{{0,9999}})", line)
         if not match:
             continue
         if match[1].startswith("$'"):

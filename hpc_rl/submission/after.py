@@ -47,8 +47,9 @@ def afterok(job_ids: Sequence[str]) -> list[str]:
 
 
 def is_coming(path: str, coming: frozenset[Path]) -> bool:
-    """Return whether an earlier job writes this file or folder, which does not exist yet."""
-    return Path(path).absolute() in coming and not Path(path).exists()
+    """Return whether this file or folder, or one above it, is coming, and does not exist here yet."""
+    place = Path(path).absolute()
+    return not coming.isdisjoint([place, *place.parents]) and not place.exists()
 
 
 def find_after(target: str) -> After:
@@ -98,11 +99,11 @@ def _after_runs(target: str, path: Path, found: list[RunDir]) -> After:
             places.add(place_of(run))
     if len(places) > 1:
         raise UserError(f"--after {target}: its jobs are in several clusters, and a job can wait for those of one only")
-    coming = frozenset(result for run in found for result in _results_of(run))
+    coming = frozenset(result for run in found for result in results_of(run))
     return After(str(path), tuple(waited), coming, next(iter(places), None))
 
 
-def _results_of(run: RunDir) -> set[Path]:
+def results_of(run: RunDir) -> set[Path]:
     """Return the files and folders that a run writes for others. The user's own program may write model/."""
     row = KINDS.get(str(read_json(run.job).get("kind")))
     if row is None or row.result is None:
@@ -119,7 +120,9 @@ def _after_job(job_id: str) -> After:
     except commands.NoAnswer as error:
         raise UserError(f"--after {job_id}: {error}") from error
     if state is None:
-        raise UserError(f"--after {job_id}: Slurm has no such job")
+        raise UserError(
+            f"--after {job_id}: Slurm has no record of this job, which without accounting is so minutes after its end"
+        )
     if state.ended and state.state != COMPLETED:
         raise UserError(f"--after {job_id}: this job is {state.state}, so a job after it would never start")
     return After(job_id, () if state.ended else (job_id,), place=None if state.ended else place)

@@ -28,6 +28,8 @@ class HubCache:
     """The setting by which the job cannot download what the cache lacks: `cache.offline`. Empty if it can."""
     data_offline: str
     """The same for data sets only."""
+    has_own_hub: bool = False
+    """Whether the job asks another hub than this machine does (slurm.env.HF_ENDPOINT)."""
 
     def model_folder(self, name: str) -> Path | None:
         """Return the snapshot of a model's branch main; None if it was never downloaded."""
@@ -61,6 +63,7 @@ def hub_cache(config: JobConfig, environ: Mapping[str, str] = os.environ) -> Hub
         _path(datasets),
         offline=setting if hub_offline(found) else "",
         data_offline=setting if variable else "",
+        has_own_hub=found.get("HF_ENDPOINT") != environ.get("HF_ENDPOINT"),
     )
 
 
@@ -70,7 +73,7 @@ def _path(text: str) -> Path:
 
 def _snake_case(name: str) -> str:
     """Convert GSM8kHard to gsm8k_hard, as `datasets` names its folders."""
-    name = re.sub(r"([A-Z]+)([A-Z][a-z])", r"\1_\2", name)
+    name = re.sub(r"(?<=[A-Z])(?=[A-Z][a-z])", "_", name)
     return re.sub(r"([a-z\d])([A-Z])", r"\1_\2", name).lower()
 
 

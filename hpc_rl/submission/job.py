@@ -5,16 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from hpc_rl.config.job import JobConfig
 from hpc_rl.config.kinds import KINDS, JobKind
 from hpc_rl.host.counted import counted
 from hpc_rl.run_dir import RunDir
 from hpc_rl.slurm.commands import NodeListing
-
-if TYPE_CHECKING:
-    from hpc_rl.submission.after import After
+from hpc_rl.submission.after import After, is_coming
 
 
 @dataclass(frozen=True)
@@ -44,8 +41,21 @@ class Job:
 
     @property
     def coming(self) -> frozenset[Path]:
-        """What the jobs before this one will have written."""
-        return self.after.coming if self.after else frozenset()
+        """What the jobs before this one will have written, and the folders that only the nodes have."""
+        return (self.after.coming if self.after else frozenset()) | frozenset(map(Path, self.config.slurm.node_folders))
+
+    def expects(self, *names: str | Path | None) -> bool:
+        """Return whether one of these paths (PATH or PATH:NAME) exists only when the job runs."""
+        return any(is_coming(str(name).partition(":")[0], self.coming) for name in names if name)
+
+    @property
+    def data_state(self) -> dict[str, list[int]]:
+        """Size and time of change (nanoseconds) of each data file, below the folder that the job runs in."""
+        data = getattr(self.config, "data", None)
+        names = getattr(data, "train_files", None) or getattr(data, "files", None) or ()
+        paths = {name: self.working_dir / name for name in names}
+        states = {name: path.stat() for name, path in paths.items() if path.is_file()}
+        return {name: [state.st_size, state.st_mtime_ns] for name, state in states.items()}
 
     @property
     def name(self) -> str:

@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
 
 from hpc_rl.config.kinds import KINDS
-from hpc_rl.config.tree import flat, read_tree
-from hpc_rl.errors import UserError
-from hpc_rl.runs.control import newest_checkpoint
 from hpc_rl.submission import queue
 from hpc_rl.submission.directives import environment_notes
 from hpc_rl.submission.job import Job
@@ -20,6 +15,7 @@ from hpc_rl.submission.planning import check_fit, check_host, expected, on_fewes
 from hpc_rl.submission.preflight.checks import check
 from hpc_rl.submission.request import Request, plan, reserve
 from hpc_rl.submission.resources import granted_bytes
+from hpc_rl.submission.resuming import refuse_completed, resumed
 from hpc_rl.submission.script import render
 
 Note = Callable[[str], None]
@@ -40,6 +36,7 @@ def prepare(request: Request, note: Note) -> tuple[Job, str]:
         note(chosen)
     job = plan(request)
     queue.check_free(job.run_dir, job.kind)
+    refuse_completed(job)
     if request.local:
         check_local(job)
     script = render(job)
@@ -66,48 +63,6 @@ def notes_on(jobs: Sequence[Job], local: bool = False) -> list[str]:
     found = check(*jobs, local=local)
     chosen = dict.fromkeys(job.note for job in jobs if job.note)
     return [*found, *chosen, *(line for job in jobs for line in resumed(job))]
-
-
-def resumed(job: Job) -> list[str]:
-    """Describe what a job resumes, and the settings that differ from its last attempt, one per line.
-
-    Returns:
-        The lines; none for a new run.
-    """
-    if not job.run_dir.config.is_file() or job.row.trainer is None:
-        return []
-    edited = job.run_dir.edited_since()
-    try:
-        before = flat(read_tree(edited / job.run_dir.config.name if edited else job.run_dir.config))
-    except UserError as error:
-        return [f"run {job.run_dir.name} resumes; the settings of its last attempt cannot be read: {error}"]
-    changed = changes(before, job)
-    note = (
-        [f"{job.run_dir.config} was edited after {edited.name}: only settings given as key=value count"]
-        if edited
-        else []
-    )
-    saved = newest_checkpoint(job.run_dir)
-    start = f"resumes from {saved}" if saved else "starts from the beginning: it has no checkpoint"
-    head = f"run {job.run_dir.name} {start}"
-    if not changed:
-        return [*note, f"{head}, with the same settings as its last attempt"]
-    return [*note, f"{head}, with settings that differ from its last attempt:", *(f"  {line}" for line in changed)]
-
-
-def changes(before: Mapping[str, Any], job: Job) -> list[str]:
-    """Return the settings of a job that differ from earlier ones, one per line.
-
-    Args:
-        before: dotted key -> value of a config.yaml.
-    """
-    after = flat(job.config.model_dump(mode="json"))
-    changed = [key for key in sorted(before.keys() | after.keys()) if before.get(key) != after.get(key)]
-    return [f"{key}: {_shown(before, key)} -> {_shown(after, key)}" for key in changed]
-
-
-def _shown(values: Mapping[str, Any], key: str) -> str:
-    return json.dumps(values[key]) if key in values else "not set"
 
 
 def make_run_dir(planned: Job, script: str) -> tuple[Job, str]:

@@ -27,9 +27,10 @@ from hpc_rl.slurm import commands
 from hpc_rl.submission import queue
 from hpc_rl.submission.after import COMPLETED, After
 from hpc_rl.submission.job import Job
-from hpc_rl.submission.launch import changes, notes_on
+from hpc_rl.submission.launch import notes_on
 from hpc_rl.submission.request import Request, free_name
 from hpc_rl.submission.request import plan as plan_job
+from hpc_rl.submission.resuming import changes
 from hpc_rl.submission.script import render
 from hpc_rl.submission.stages import check_models, check_responses
 from hpc_rl.tracking.recorded import STAGE
@@ -177,7 +178,7 @@ def _check_completed(job: Job) -> None:
         return
     before = read_options(job.run_dir.config)
     old = [key for key in before if not key.startswith("slurm.")]
-    if changed := [line for line in changes(before, job) if line.partition(": ")[0] in old]:
+    if changed := [f"{key}: {text}" for key, text in changes(before, job).items() if key in old]:
         raise UserError(
             f"stage {job.run_dir.name} has completed with other settings ({'; '.join(changed)}): give the same ones to "
             "continue, or start again with another --job-name"

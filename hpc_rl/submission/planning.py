@@ -28,6 +28,7 @@ from hpc_rl.plan.plan import Plan, plan_of
 from hpc_rl.plan.rows import MICRO_TOKENS, is_auto
 from hpc_rl.plan.shape import Shape, shape_of
 from hpc_rl.plan.text import arithmetic, gigabytes, problem, remedies, rows_text
+from hpc_rl.runs.models import models_of_runs
 from hpc_rl.runs.recorded_gpus import gpus_like
 from hpc_rl.sites.profile import load_profile
 from hpc_rl.submission.devices import Devices
@@ -67,8 +68,8 @@ def planned_config(request: Request) -> JobConfig:
         UserError: the configuration is invalid.
     """
     site = load_profile(request.site).values
-    fill_in = [_placeholders(request.kind), Devices().fill_in]
-    return compose(request.kind, request.overrides, request.settings, site, fill_in)
+    fill_in = [models_of_runs(may_come=True), _placeholders(request.kind), Devices().fill_in]
+    return compose(request.kind, request.overrides, request.settings, site, fill_in, request.typed)
 
 
 def shapes_of(config: Planned, ask_hub: bool) -> dict[str, Shape]:

@@ -25,6 +25,7 @@ from hpc_rl.slurm.place import Place
 from hpc_rl.submission.after import After
 from hpc_rl.submission.directives import clusters_of
 from hpc_rl.submission.job import Job
+from hpc_rl.submission.script import support_text
 
 GIT_MAX_BYTES = 1_000_000
 GIT_TIMEOUT_S = 20
@@ -94,6 +95,7 @@ def prepare(job: Job, script: str, code: str | None = None) -> None:
     if job.config.slurm.group is not None:
         share(job.run_dir.path, job.config.slurm.group)
     write_atomically(job.run_dir.script, script, forbidden=0o022)
+    write_atomically(job.run_dir.support, support_text(), forbidden=0o022)
     write_atomically(job.run_dir.git, git_snapshot(job.working_dir) if code is None else code)
 
 
@@ -124,6 +126,7 @@ def record(job: Job, job_id: str, place: Place | None = None, **more: object) ->
         "submitted": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
         "command": list(job.command),
         "working_dir": str(job.working_dir),
+        "data": job.data_state,
         **job.facts,
         **more,
     }

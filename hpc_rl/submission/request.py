@@ -15,6 +15,7 @@ from hpc_rl.config.kinds import KINDS
 from hpc_rl.config.references import expanded_path
 from hpc_rl.errors import UserError
 from hpc_rl.run_dir import ENV_RUN_DIR, RunDir
+from hpc_rl.runs.models import models_of_runs
 from hpc_rl.runs.status import ROOT
 from hpc_rl.sites.profile import load_profile
 from hpc_rl.slurm.commands import NodeListing
@@ -24,6 +25,8 @@ from hpc_rl.submission.after import find_after
 from hpc_rl.submission.devices import Devices
 from hpc_rl.submission.job import Job
 
+_PROGRAMS = ("hpc-rl", "__main__.py")
+"""File names of what runs as hpc-rl."""
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]*")
 
 
@@ -54,8 +57,11 @@ class Request:
     """Whether to submit a job that does not fit into the memory of its GPUs."""
     command: tuple[str, ...] = ()
     """The command line, for job.json."""
-    flags: tuple[str, ...] = ()
-    """Flags of the command line without a key, such as --dry-run, that a corrected command repeats."""
+
+    @property
+    def typed(self) -> tuple[str, ...]:
+        """The command as a user types it; empty if it was no command."""
+        return ("hpc-rl", *self.command[1:]) if self.command and Path(self.command[0]).name in _PROGRAMS else ()
 
 
 def plan(request: Request, taken: frozenset[str] = frozenset(), nodes: NodeListing | None = None) -> Job:
@@ -81,9 +87,10 @@ def plan(request: Request, taken: frozenset[str] = frozenset(), nodes: NodeListi
         )
     devices = Devices(request.local, nodes)
     on_test_partition = request.is_test and "slurm.partition" not in request.settings
-    fill_in = [*([_choose_test_partition] if on_test_partition else []), devices.fill_in]
+    models = models_of_runs(may_come=request.after is not None)
+    fill_in = [models, *([_choose_test_partition] if on_test_partition else []), devices.fill_in]
     site = load_profile(request.site).values
-    config = compose(request.kind, request.overrides, request.settings, site, fill_in, request.flags)
+    config = compose(request.kind, request.overrides, request.settings, site, fill_in, request.typed)
     return job_of(request, config, taken, devices)
 
 

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from hpc_rl.errors import UserError
+from hpc_rl.host.disk import own_disk
 from hpc_rl.host.files import read_json
 from hpc_rl.host.ownership import open_own
 from hpc_rl.run_dir import REQUEUE, RunDir, submitting
@@ -20,6 +21,7 @@ from hpc_rl.slurm.states import ENDED
 from hpc_rl.submission import queue
 from hpc_rl.submission.after import afterok, find_after_again
 from hpc_rl.submission.directives import environment_notes
+from hpc_rl.submission.resuming import check_again, start_of
 
 
 def requeue(run: RunDir) -> str:
@@ -52,14 +54,21 @@ def _requeue(run: RunDir) -> str:
         raise UserError(
             f"run {run.name} was not queued by Slurm: run the command that started it again, with --job-name {run.name}"
         )
+    if now.left_no_log and (place := own_disk(run.path)):
+        raise UserError(
+            f"job {now.job_id} of run {run.name} has failed without a log, and {run.path} is on {place}, which looks "
+            "like a disk of this machine alone: the next job would fail like that. Submit the run again with --run-dir "
+            f"on a file system that the nodes share, or with {_place(run)} if they see this one"
+        )
     after = find_after_again([run])
+    notes = check_again([run])
     run.stop.unlink(missing_ok=True)
     queued = queue.queue_after(script, after, place=place_of(run))
     queue.record_again(run, queued)
     queue.record_code([run])
     waits = f" after job {', '.join(after.job_ids)}" if after and after.job_ids else ""
-    submitted = f"submitted job {queued.job_id}{waits}: run {run.name} will resume (previous state: {now.state})"
-    return "\n".join([submitted, *environment_notes(os.environ, run.script.read_text())])
+    submitted = f"submitted job {queued.job_id}{waits}: run {run.name} {start_of(run)} (previous state: {now.state})"
+    return "\n".join([submitted, *notes, *environment_notes(os.environ, run.script.read_text())])
 
 
 def refuse_edited_settings(run: RunDir) -> None:
@@ -148,6 +157,7 @@ def _requeue_pipeline(pipeline: RunSet) -> str:
     before, again = found[:first], [now for now in found[first:] if now.state != "COMPLETED"]
     _refuse_blocked(pipeline, before, again)
     scripts = [_script_of_stage(pipeline, now) for now in again]
+    check_again([run_of(now) for now in again], coming=pipeline.runs())
     after = None if before else find_after_again([run_of(found[0])])
     options = after.sbatch_options if after else afterok([str(now.job_id) for now in before[-1:] if now.active])
     place = place_of(run_of(found[0]))
@@ -265,6 +275,7 @@ def _requeue_sweep(sweep: SweepDir) -> str:
         run_of(now).check_owner()
         refuse_edited_settings(run_of(now))
         _own_script(run_of(now).script)
+    notes = check_again([run_of(now) for now in again.values()])
     limit = re.search(r"^#SBATCH --array=\S*?(%\d+)$", script, re.MULTILINE)
     after = find_after_again(sweep.runs())
     for now in again.values():
@@ -276,7 +287,7 @@ def _requeue_sweep(sweep: SweepDir) -> str:
     queue.record_code([run_of(now) for now in again.values()])
     before = states(again.values())
     submitted = (
-        f"submitted job {queued.job_id}: {len(again)} of {len(found)} runs of sweep {sweep.name} will resume "
+        f"submitted job {queued.job_id}: {len(again)} of {len(found)} runs of sweep {sweep.name} are queued again "
         f"(previous states: {before})"
     )
-    return "\n".join([submitted, *environment_notes(os.environ, script)])
+    return "\n".join([submitted, *notes, *environment_notes(os.environ, script)])

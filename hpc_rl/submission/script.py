@@ -14,6 +14,7 @@ from hpc_rl import __version__
 from hpc_rl.config.compose import dump
 from hpc_rl.config.job import JobConfig
 from hpc_rl.config.ray import RayJobConfig
+from hpc_rl.config.slurm import SlurmConfig
 from hpc_rl.errors import UserError
 from hpc_rl.host.shipped import shipped
 from hpc_rl.host.walltime import EARLY_S
@@ -22,6 +23,7 @@ from hpc_rl.images.runtimes import runtime_of
 from hpc_rl.submission.environment import job_environment
 from hpc_rl.submission.job import Job
 from hpc_rl.submission.resources import further_directives, resource_directives
+from hpc_rl.submission.setup_lines import statements
 
 
 def render(job: Job) -> str:
@@ -33,6 +35,11 @@ def render(job: Job) -> str:
         UserError: the template is invalid (the message names file and line), or a script cannot contain a path.
     """
     return fill(job.row.template, _values(job))
+
+
+def support_text() -> str:
+    """Return support.sh, the functions of bash that every job script finds in its run directory."""
+    return (shipped("slurm_templates") / "support.sh").read_text()
 
 
 def render_container(job: Job) -> str:
@@ -108,7 +115,7 @@ def directive_word(value: str | int) -> str:
 
 
 _CONTROL = re.compile(r"[\x00-\x1f\x7f]")
-_RESERVED = re.compile("if|then|else|elif|fi|case|esac|for|select|while|until|do|done|in|function|time|coproc")
+_RESERVED = re.compile("if|then|else|elif|fi|case|esac|for|select|while|until|do|done|in|function|time|coproc|=.*")
 
 
 def _values(job: Job) -> dict[str, Any]:
@@ -129,7 +136,9 @@ def _values(job: Job) -> dict[str, Any]:
         "srun_options": _srun_options(job) if has_image else "",
         "working_dir": str(job.working_dir),
         "modules": config.slurm.modules,
-        "setup": config.slurm.setup,
+        "module_paths": config.slurm.module_paths,
+        "uses_modules": _uses_modules(config.slurm),
+        "setup": statements(tuple(config.slurm.setup)),
         "env": sorted(job_environment(config).items()),
         "epilogue": config.slurm.epilogue,
         "config": config_text,
@@ -141,6 +150,10 @@ def _values(job: Job) -> dict[str, Any]:
         "node_options": " ".join(map(bash_word, node_options(config))),
         "program": program_text(job),
     }
+
+
+def _uses_modules(slurm: SlurmConfig) -> bool:
+    return bool(slurm.modules or slurm.module_paths) or bool(re.search(r"\b(module|ml)\s", "\n".join(slurm.setup)))
 
 
 def job_python(config: JobConfig) -> str:

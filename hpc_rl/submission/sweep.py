@@ -13,6 +13,7 @@ from hpc_rl.config.compose import compose_each
 from hpc_rl.errors import UserError
 from hpc_rl.host.files import write_atomically
 from hpc_rl.run_dir import submitting
+from hpc_rl.runs.models import models_of_runs
 from hpc_rl.runs.run_sets import SweepDir
 from hpc_rl.runs.status import ROOT
 from hpc_rl.sites.profile import load_profile
@@ -59,7 +60,10 @@ def plan(request: Request, max_parallel: int | None) -> Plan:
     devices = Devices()
     site = load_profile(request.site).values
     swept = [point.overrides for point in points]
-    configs = compose_each(request.kind, common, swept, request.settings, site, [devices.fill_in])
+    models = models_of_runs(may_come=request.after is not None)
+    configs = compose_each(
+        request.kind, common, swept, request.settings, site, [models, devices.fill_in], request.typed
+    )
     stem = free_name(f"{request.kind}-sweep")
     first = job_of(request, configs[0], frozenset(), devices)
     sweep = SweepDir((typed_run_dir(request) or ROOT / (configs[0].slurm.job_name or stem)).absolute())

@@ -102,7 +102,7 @@ LEARNING = (
         True,
     ),
     Chart("Reward", "mean score of responses", (("critic/score/mean", "training"), ("val/score", "validation"))),
-    Chart("Score", "mean of a block of responses", (("generate/score", "score"),)),
+    Chart("Score", "mean of the responses so far", (("generate/score", "score"),)),
     Chart(
         "Response length",
         "mean, tokens",
@@ -143,6 +143,16 @@ UPDATES = (
         "Engine and trainer",
         "difference of probabilities",
         (("training/rollout_probs_diff_mean", "mean"), ("training/rollout_probs_diff_max", "largest")),
+        True,
+    ),
+    Chart(
+        "Weights of the correction",
+        "fraction of tokens",
+        (
+            ("training/is_weight/capped", "over the cap"),
+            ("training/is_weight/rejected", "left out"),
+            ("training/is_weight/ess", "effective sample size"),
+        ),
         True,
     ),
     Chart(

@@ -21,6 +21,8 @@ BLOCKS = "▁▂▃▄▅▆▇█"
 CURVES = (
     ("train/loss", "loss", "per token"),
     ("val/loss", "validation loss", "per token"),
+    ("eval/score", "score", ""),
+    ("generate/score", "score so far", ""),
     ("critic/score/mean", "reward", ""),
     ("val/score", "validation reward", ""),
     ("response_length/mean", "response length", "tokens"),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from hpc_rl.tracking.metrics import Record
 
@@ -54,6 +54,7 @@ _LEARNING = {
     "train/grad_norm": "grad",
     "critic/score/mean": "score",
     "generate/score": "score",
+    "eval/score": "eval score",
     "val/score": "val score",
     "response_length/mean": "length",
     "actor/entropy": "entropy",
@@ -65,6 +66,16 @@ _LEARNING = {
 def learning(record: Record) -> list[str]:
     """Return losses, rewards and gradient norms, as far as the record has them; null (NaN, Inf) is shown as nan."""
     return [f"{name} {_or_nan(record[key], name)}" for key, name in _LEARNING.items() if key in record]
+
+
+def learning_columns(records: Sequence[Record]) -> list[list[str]]:
+    """Tabulate steps: a row of names, and a row for each step with losses, rewards and gradient norms that any has."""
+    shown = {key: name for key, name in _LEARNING.items() if any(key in record for record in records)}
+    rows = [
+        [f"{record['step']:,}", *(_or_nan(record[key], name) if key in record else "" for key, name in shown.items())]
+        for record in records
+    ]
+    return [["step", *shown.values()], *rows]
 
 
 def step_line(record: Record) -> str:

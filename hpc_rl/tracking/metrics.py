@@ -9,11 +9,13 @@ Keys of a line: `step`, `total_steps`, `time` (unix seconds), and metrics by gro
     timing_s/step, and the phases of a step: timing_s/<phase>
 
 Several lines may belong to one step: what it measured, before it is saved; then validation and times. A resumed run
-appends to the same file: a line discards all lines of later steps before it.
+removes the lines of the steps that it repeats, and appends to the same file. A line discards all lines of later steps
+before it.
 """
 
 from __future__ import annotations
 
+import csv
 import json
 import math
 import os
@@ -22,9 +24,9 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, TextIO
 
-from hpc_rl.host.files import LineFile
+from hpc_rl.host.files import LineFile, replacing
 
 Record = dict[str, Any]
 
@@ -32,7 +34,7 @@ MOST_STEPS = 50_000
 """Enough steps of a run for plots and medians: a hundred for each point of a plot."""
 _OF_ALL = ("step", "total_steps", "time")
 """Keys of every line."""
-_BEGIN = re.compile(rb'\{"step": (\d+),')
+_BEGIN = re.compile(rb'\{"step": (\d{1,18}),')
 """The beginning of the lines that `MetricsFile` writes."""
 _VALIDATION = b'"val/'
 _TAIL_BYTES = 2**20
@@ -43,18 +45,44 @@ class MetricsFile:
     """Appends to metrics.jsonl; a line is in the file when `write` returns, unless the disk is full; see LineFile."""
 
     def __init__(self, path: Path) -> None:
+        self._path = path
         self._lines = LineFile(path)
+        self._has_written = False
 
     def write(self, step: int, total_steps: int, metrics: Mapping[str, float]) -> Record:
         """Append one line; NaN and infinities become null, which JSON can hold."""
         record: Record = {"step": step, "total_steps": total_steps, "time": round(time.time(), 3)}
         record |= {key: value if math.isfinite(value) else None for key, value in metrics.items()}
+        if not self._has_written:
+            _drop_repeated(self._path, record)
+            self._has_written = True
         self._lines.write(json.dumps(record, allow_nan=False))
         return record
 
     def close(self) -> None:
         """Write what could not be written before, if that is possible now."""
         self._lines.flush()
+
+
+def _drop_repeated(path: Path, first: Record) -> None:
+    """Remove the lines of the steps that an attempt repeats, which begins with this record, so that other programs read
+    each step once too. If the file cannot be written, they stay: `read_metrics` leaves them out."""
+    new = first.keys() - {*_OF_ALL, "perf/eta_s"}
+
+    def is_kept(line: bytes) -> bool:
+        record = parse_line(line)
+        if record is None:
+            return False
+        return record["step"] < first["step"] or (record["step"] == first["step"] and not new & record.keys())
+
+    try:
+        with path.open("rb") as file:
+            if all(map(is_kept, file)):
+                return
+        with replacing(path) as partial, path.open("rb") as file, partial.open("xb") as kept:
+            kept.writelines(line for line in file if is_kept(line))
+    except OSError:
+        return
 
 
 def read_metrics(path: Path) -> list[Record]:
@@ -115,6 +143,8 @@ def _last_step(file: BinaryIO) -> int:
 
 def parse_line(line: bytes | str) -> Record | None:
     """Return the record of one line, or None if the line is not a complete record."""
+    if line[:1] not in ("{", b"{"):
+        return None
     try:
         record = json.loads(line)
     except ValueError:
@@ -125,3 +155,11 @@ def parse_line(line: bytes | str) -> Record | None:
 def has_validation(records: Sequence[Record], step: int) -> bool:
     """Return whether the records contain a validation after this step."""
     return any(record["step"] == step and any(name.startswith("val/") for name in record) for record in records)
+
+
+def write_csv(records: Sequence[Record], out: TextIO) -> None:
+    """Write one row per step, and a column for each metric that any step has. null and missing values are empty."""
+    columns = list(dict.fromkeys([*_OF_ALL, *(key for record in records for key in record)]))
+    table = csv.DictWriter(out, columns, lineterminator="\n")
+    table.writeheader()
+    table.writerows(records)

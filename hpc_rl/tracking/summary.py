@@ -14,6 +14,8 @@ from hpc_rl.tracking.history import KILLED, Attempt, History
 from hpc_rl.tracking.plot import Point
 from hpc_rl.tracking.recorded import Recorded
 
+_OF_ALL_RESPONSES = ("generate/score", "eval/score")
+"""Metrics whose last value is the result of the run."""
 _TONES = {"COMPLETED": "done", "RUNNING": "", "STOPPED": "", "REQUEUED": ""}
 
 
@@ -70,6 +72,12 @@ def first_mean(points: Sequence[Point]) -> float | None:
 def last_mean(points: Sequence[Point]) -> float | None:
     """Return the mean of the last tenth of the values, at least one; None without values."""
     return _mean(points[-_tenth(points) :])
+
+
+def result_of(run: Recorded, key: str) -> float | None:
+    """Return a run's result in a metric: the mean of the last tenth, or the last of those that count all responses."""
+    points = run.points(key)
+    return last_mean(points[-1:] if key in _OF_ALL_RESPONSES else points)
 
 
 def _tenth(points: Sequence[Point]) -> int:
@@ -149,11 +157,13 @@ def _numbers(run: Recorded) -> list[tuple[str, str]]:
         ("Validation accuracy", "val/accuracy"),
         ("Training reward", "critic/score/mean"),
         ("Validation reward", "val/score"),
-        ("Score", "generate/score"),
     ):
         if values := run.points(key):
             first, last = first_mean(values), last_mean(values)
             numbers.append((label, f"{last:.4f}" if len(values) == 1 else f"{first:.3f} → {last:.3f}"))
+    scores = [result_of(run, key) for key in ("eval/score", "generate/score")]
+    if score := next((f"{score:.4f}" for score in scores if score is not None), None):
+        numbers.append(("Score", score))
     for label, key, unit in (
         ("Responses/s", "perf/responses_per_s", ""),
         ("Tokens/s", "perf/tokens_per_s", ""),

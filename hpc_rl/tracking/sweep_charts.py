@@ -8,9 +8,11 @@ from hpc_rl.config.pipeline import ROUND
 from hpc_rl.tracking.charts import Figure, PlotGroup
 from hpc_rl.tracking.plot import Plot, Series
 from hpc_rl.tracking.recorded import STAGE_KEYS, Recorded
-from hpc_rl.tracking.summary import last_mean
+from hpc_rl.tracking.summary import result_of
 
 RESULTS = (
+    ("eval/score", "Evaluation score", True),
+    ("generate/score", "Score", True),
     ("val/score", "Validation reward", True),
     ("critic/score/mean", "Training reward", True),
     ("val/loss", "Validation loss", False),
@@ -34,7 +36,7 @@ def swept_keys(runs: Sequence[Recorded]) -> list[str]:
 def best_first(runs: Sequence[Recorded]) -> list[Recorded]:
     """Order runs by the first metric of RESULTS that any of them has; runs without it come last."""
     for key, _, more_is_better in RESULTS:
-        found = {id(run): mean for run in runs if (mean := last_mean(run.points(key))) is not None}
+        found = {id(run): mean for run in runs if (mean := result_of(run, key)) is not None}
         if found:
             sign = -1 if more_is_better else 1
             return sorted(runs, key=lambda run: (id(run) not in found, sign * found.get(id(run), 0.0)))
@@ -62,7 +64,7 @@ def sweep_plots(runs: Sequence[Recorded]) -> list[PlotGroup]:
 def _lines(runs: Sequence[Recorded], key: str, values: Sequence[str], metric: str) -> list[Series]:
     measured: dict[str, dict[float, float]] = {}
     for run in runs:
-        mean = last_mean(run.points(metric))
+        mean = result_of(run, metric)
         if key in run.swept and mean is not None:
             others = ", ".join(f"{name.rpartition('.')[2]}={run.swept[name]}" for name in run.swept if name != key)
             measured.setdefault(others, {})[values.index(run.swept[key])] = mean

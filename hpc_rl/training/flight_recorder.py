@@ -23,7 +23,9 @@ from hpc_rl.host.flight_records import OF_GLOO
 
 _FILE = "TORCH_FR_DUMP_TEMP_FILE"
 """Variable with the path of the file, to which torch appends the rank."""
-_OF_A_COLLECTIVE = re.compile(r"gloo.*(Timed out|timeout|Connection closed by peer|Connection reset)", re.IGNORECASE)
+_OF_A_COLLECTIVE = re.compile(
+    r"^(?>.*?gloo).*(Timed out|timeout|Connection closed by peer|Connection reset)", re.IGNORECASE | re.MULTILINE
+)
 
 
 def prepare(attempt: Path | None, pool: str | None = None) -> None:

@@ -5,7 +5,12 @@ import math
 import pytest
 import torch
 
-from hpc_rl.algorithms.correction import correction_weights, importance_ratios, probability_difference
+from hpc_rl.algorithms.correction import (
+    correction_weights,
+    importance_ratios,
+    probability_difference,
+    weight_statistics,
+)
 
 LENGTHS = torch.tensor([2, 1])
 
@@ -44,6 +49,22 @@ def test_ratios_stay_finite(level: str) -> None:
 def test_weights_by_hand(cap: float | None, bounds: tuple[float, float] | None, expected: list[float]) -> None:
     ratios = torch.tensor([0.25, 0.5, 1.0, 3.0, 4.0])
     assert correction_weights(ratios, cap, bounds).tolist() == expected
+
+
+@pytest.mark.parametrize(
+    ("cap", "bounds", "expected"),
+    [
+        (2.0, None, (5.75 / 5, 0.4, 0.0, 5.75**2 / 5 / 9.3125)),  # weights 0.25, 0.5, 1, 2, 2
+        (None, (0.5, 3.0), (0.6, 0.0, 0.4, 0.6)),  # weights 0, 1, 1, 1, 0
+        (3.0, (0.5, 3.0), (0.9, 0.2, 0.4, 4.5**2 / 5 / 10.25)),  # weights 0, 0.5, 1, 3, 0
+        (None, (5.0, 6.0), (0.0, 0.0, 1.0, 0.0)),
+    ],
+)
+def test_statistics_of_weights_by_hand(
+    cap: float | None, bounds: tuple[float, float] | None, expected: tuple[float, ...]
+) -> None:
+    found = weight_statistics(torch.tensor([0.25, 0.5, 1.0, 3.0, 4.0]), cap, bounds)
+    assert found == pytest.approx(expected)
 
 
 def test_difference_by_hand() -> None:

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import os
+from pathlib import Path
+
 import pytest
 from typer.testing import CliRunner, Result
 
@@ -22,6 +26,13 @@ def run(*words: str) -> Result:
             "data check f.jsonl --kind dppo",
             "there is no kind 'dppo': choose one of sft, dpo, rm, distill, ppo; did you",
         ),
+        ("submit grpo", "there is no kind 'grpo': choose one of .*: write hpc-rl submit ppo algorithm=grpo$"),
+        ("submit kto", ": write hpc-rl submit dpo algorithm.loss=kto$"),
+        ("submit train", ": write hpc-rl submit KIND, with the kind sft, dpo, rm, distill or ppo$"),
+        ("train sft", "^there is no command 'train': write hpc-rl submit KIND, with the kind sft,"),
+        ("sft model=m", "^there is no command 'sft': write hpc-rl submit sft$"),
+        ("dr-grpo", "^there is no command 'dr-grpo': write hpc-rl submit ppo algorithm=dr_grpo$"),
+        ("resume sft-1", "^there is no command 'resume': write hpc-rl requeue$"),
         ("submit sft --nodes 0", "--nodes 0: expected at least 1$"),
         ("submit sft --cpus-per-task=-3", "--cpus-per-task -3: expected at least 1$"),
         (
@@ -35,6 +46,50 @@ def test_a_mistyped_word_is_one_line(words: str, said: str) -> None:
     with pytest.raises(UserError, match=said):
         found = run(*words.split()).exception
         raise found if found else AssertionError("no error")
+
+
+def test_a_word_that_means_nothing_is_left_to_typer() -> None:
+    done = run("statsu")
+    assert done.exit_code == 2 and "No such command" in done.output
+
+
+def test_a_command_without_a_run_takes_the_one_submitted_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for command in ("status", "logs", "watch", "metrics"):
+        assert "no run was submitted from here" in str(run(command).exception)
+    for number, name in enumerate(("b", "a", "c")):
+        folder = tmp_path / "runs" / name
+        folder.mkdir(parents=True)
+        (folder / "job.json").write_text(json.dumps({"job_id": "local-1", "host": "elsewhere"}))
+        (folder / "status.json").write_text(json.dumps({"job_id": "local-1", "state": "COMPLETED", "exit_code": 0}))
+        (folder / "job-local-1.log").write_text(f"log of {name}\n")
+        (folder / "metrics.jsonl").write_text(f'{{"step": 7, "total_steps": 9, "train/loss": {number}}}\n')
+        os.utime(folder / "job.json", (0, 5 if name == "a" else number))
+    (tmp_path / "runs" / "notes").mkdir()
+    assert run("status").output.split()[:2] == ["run", "a"]
+    assert run("logs").output == "log of a\n"
+    assert run("metrics").output.split() == ["step", "loss", "7", "1.0000"]
+    assert run("metrics", "c", "--csv").output == "step,total_steps,time,train/loss\n7,9,,2\n"
+
+
+@pytest.mark.parametrize(
+    ("words", "added"),
+    [
+        ("eval model reward.function=exact --job-name x --nodes 1", "data.files=openai/gsm8k:main"),
+        ("submit sft --job-name x --time 1:00:00 --dry-run", "model=qwen2.5-0.5b"),
+        ("sweep sft --job-name x optim.lr=1,2", "model=qwen2.5-0.5b"),
+        ("plan sft --nodes 2", "model=qwen2.5-0.5b"),
+    ],
+)
+def test_a_complete_command_repeats_what_was_typed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: str, added: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.argv", ["/opt/env/bin/hpc-rl", *words.split()])
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text("{}")
+    shown = str(run(*words.split()).exception).splitlines()[-1]
+    assert shown.startswith(f"  hpc-rl {words} ") and added in shown
 
 
 def test_the_help_of_a_stage_is_that_of_submit() -> None:

@@ -200,3 +200,20 @@ def test_an_unfinished_reference_is_refused(arguments: dict[str, Any], key: str)
 def test_recomputation_is_a_switch_with_a_third_position(word: str, value: object) -> None:
     options = ["model.path=/m", "data.train_files=/t.jsonl", f"model.enable_gradient_checkpointing={word}"]
     assert compose("sft", options).model.enable_gradient_checkpointing == value
+
+
+def test_an_unknown_section_is_named_by_the_keys_in_it() -> None:
+    with pytest.raises(UserError) as error:
+        compose("ppo", ["model.path=m", "data.train_files=a", "optim.clip_grad=1", "traner.nnodes=2"])
+    assert "optim.clip_grad: unknown key; did you mean actor.optim.clip_grad or critic.optim.clip_grad?" in str(
+        error.value
+    )
+    assert "traner.nnodes: unknown key; did you mean trainer.nnodes?" in str(error.value)
+
+
+@pytest.mark.parametrize("value", ["tensorboard", "[console,mlflow]"])
+def test_loggers_of_other_tools_point_at_what_exists(value: str) -> None:
+    with pytest.raises(
+        UserError, match=r"there is no logger \w+: choose 'console' or 'wandb', or both. .* hpc-rl metrics RUN --csv"
+    ):
+        compose("sft", ["model.path=m", "data.train_files=a", f"trainer.logger={value}"])

@@ -182,16 +182,9 @@ TWO_GPUS = "trainer.n_gpus_per_node=2"
             "they need at least 2 CPU slots, and the job has 1; raise trainer.n_gpus_per_node",
         ),
         (
-            ("rollout.staleness=2", *STALE),
-            "rollout.staleness=2 trains on responses of policies up to 2 steps old, and without a correction for "
-            "that, training becomes unstable: set algorithm.tis_cap=2 (or algorithm.tis_bounds), or "
-            "rollout.staleness=1",
-        ),
-        (
             ("rollout.staleness=1", "rollout.calculate_log_probs=true", *STALE),
-            "rollout.calculate_log_probs compares the probabilities of engine and trainer, which differ with "
-            "rollout.staleness=1 because their weights differ: set rollout.calculate_log_probs=false, or "
-            "rollout.staleness=0",
+            "rollout.calculate_log_probs with rollout.staleness=1 needs the log-probabilities of a correction: set "
+            "algorithm.tis_cap=2, or remove rollout.calculate_log_probs",
         ),
         (
             ("rollout={staleness: 1, name: vllm, top_p: 0.9, temperature: 0.7}", *STALE),

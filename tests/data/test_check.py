@@ -19,6 +19,8 @@ from hpc_rl.config.sft import DataConfig
 from hpc_rl.config.training import ModelConfig
 from hpc_rl.data.check import check_data
 from hpc_rl.errors import UserError
+from hpc_rl.submission.hub import HubCache
+from hpc_rl.submission.preflight.model import check_chat_template
 from tests.data.conftest import CHATML, MARKED
 
 SFT = DataConfig(train_files=["unused"])
@@ -44,7 +46,8 @@ def folder(request: pytest.FixtureRequest, tokenizer: PreTrainedTokenizerFast, t
 
 def lines(folder: Path, data: DataConfig | PromptDataConfig | RewardDataConfig, number: int = 2) -> list[str]:
     model = folder / "model"
-    return list(check_data(str(folder / "rows.jsonl"), number, data, ModelConfig(path=str(model)), model))
+    found = check_data(str(folder / "rows.jsonl"), number, data, ModelConfig(path=str(model)), model)
+    return [line for line in found if not line.startswith("columns that are not read")]
 
 
 def parts(printed: list[str], label: str) -> list[str]:
@@ -116,13 +119,53 @@ def test_without_transformers_the_text_is_shown(folder: Path, monkeypatch: pytes
     printed = lines(folder, SFT)
     for label in ("loss", "no loss"):
         assert parts(printed, label) == parts(with_tokens, label)
-    assert printed[-2] == f"The tokens are not shown, because {sys.executable} has no transformers. To install it:"
+    assert printed[-3].startswith(f"The tokens are not shown, because {sys.executable} has no transformers. ")
     assert printed[-1].startswith(f"{shlex.quote(sys.executable)} -m pip install ")
     (folder / "model" / "chat_template.jinja").unlink()
     with pytest.raises(UserError, match="has no chat template: set data"):
         lines(folder, SFT)
     with pytest.raises(UserError, match=r"model\.path me/name is a name on the hub, and .* has no transformers"):
         list(check_data(str(folder / "rows.jsonl"), 1, SFT, ModelConfig(path="me/name"), None))
+
+
+@pytest.mark.parametrize("installed", [True, False])
+def test_fields_without_effect_are_counted(folder: Path, installed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    turn = {"role": "assistant", "content": "12", "reasoning_content": "seven and five", "weight": 0}
+    row = {"messages": [{**CHAT["messages"][0], "name": "Ann"}, turn, *CHAT["messages"][2:]], "tools": [], "id": 3}
+    (folder / "rows.jsonl").write_text(2 * (json.dumps(row) + "\n") + json.dumps(CHAT) + "\n")
+    if not installed:
+        monkeypatch.setitem(sys.modules, "transformers", None)
+    found = list(check_data(str(folder / "rows.jsonl"), 1, SFT, ModelConfig(path="x"), folder / "model"))
+    assert "columns that are not read, with the number of rows that have something in them: answer (1), id (2)" in found
+    assert (
+        "fields without effect: name (2), reasoning_content (2): the chat template does not render them, or nothing "
+        "reads them" in found
+    )
+    assert parts(found, "loss") == ["13<|im_end|>"]
+
+
+@pytest.mark.parametrize(
+    ("template", "said"),
+    [
+        (CHATML.replace("<|im_end|>", ""), "ends the assistant's turns with no special token"),
+        (CHATML.replace("{{ m.content }}", "{{ '<t>' if loop.last }}{{ m.content }}"), "in another form than the last"),
+        (MARKED.replace("<|im_end|>{% endgeneration %}", "{% endgeneration %}<|im_end|>"), "outside of its generation"),
+    ],
+)
+def test_what_a_template_does_to_training_is_said(
+    tokenizer: PreTrainedTokenizerFast, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, template: str, said: str
+) -> None:
+    """By `data check` with transformers and without, and by the checks of a submission."""
+    tokenizer.chat_template = template
+    tokenizer.save_pretrained(tmp_path / "model")
+    (tmp_path / "rows.jsonl").write_text(json.dumps(CHAT) + "\n")
+    model, cache = ModelConfig(path=str(tmp_path / "model")), HubCache(tmp_path, tmp_path, "", "")
+    assert said in lines(tmp_path, SFT, 1)[1]
+    assert said in (check_chat_template(model, SFT, cache) or "")
+    only_ends = check_chat_template(model, PPO, cache)
+    assert ("no special token" in said) == (only_ends is not None)
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    assert said in lines(tmp_path, SFT, 1)[1]
 
 
 def test_a_folder_without_a_tokenizer(folder: Path) -> None:
@@ -165,7 +208,7 @@ def test_the_command_on_a_light_installation(folder: Path) -> None:
     for arguments, message in (
         (("check", "rows.csv", "--model", "model"), "set data.prompt_key=question data.response_key=answer"),
         (("check", "rows.csv"), "set data.prompt_key=question data.response_key=answer"),
-        (("gsm8k", "--source", "openai/gsm8k:main", "--out", "out"), "has no datasets; install it with"),
+        (("gsm8k", "--source", "openai/gsm8k:main", "--out", "out"), "data gsm8k needs datasets, and"),
     ):
         done = command(*arguments)
         assert done.returncode == 2 and message in done.stderr

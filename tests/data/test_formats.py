@@ -106,6 +106,28 @@ def test_a_file_that_cannot_be_read(tmp_path: Path, name: str, text: str | bytes
     assert message in error_of(tmp_path / name)
 
 
+BROKEN = {"messages": [{"role": "user", "content": "half \ud800 of a pair"}]}
+
+
+def test_text_with_half_of_a_pair_of_surrogates_is_refused(tmp_path: Path) -> None:
+    good, found = json.dumps(ROWS[0]), "row 2: not valid text in column 'messages' (a lone surrogate)"
+    (tmp_path / "a.jsonl").write_text(f"{good}\n\n{json.dumps(BROKEN)}\n")
+    (tmp_path / "a.json").write_text(f"[{good}, {json.dumps(BROKEN)}]")
+    (tmp_path / "b.jsonl").write_text(f'{good}\n{{"a": {{"\\udfff": 1}}}}\n')
+    (tmp_path / "whole.jsonl").write_text(json.dumps({"a": "a whole pair: \U0001f600 é"}))
+    assert found in error_of(tmp_path / "a.jsonl") and found in error_of(tmp_path / "a.json")
+    assert "row 2: not valid text in column 'a'" in error_of(tmp_path / "b.jsonl")
+    assert len(list(read_rows(tmp_path / "whole.jsonl"))) == 1
+
+
+def test_parquet_with_text_that_is_not_utf8_is_refused(tmp_path: Path) -> None:
+    texts = pyarrow.array([b"a", b"b", b"\xff"]).view(pyarrow.string())
+    parquet.write_table(pyarrow.table({"a": texts}), tmp_path / "a.parquet")
+    assert "a.parquet, row 3: not valid text (" in error_of(tmp_path / "a.parquet")
+    rows = read_rows(tmp_path / "a.parquet")
+    assert [next(rows), next(rows)] == [{"a": "a"}, {"a": "b"}]
+
+
 def test_rows_before_a_bad_one_are_read(tmp_path: Path) -> None:
     for name, text in (("a.jsonl", '{"a": 1}\n{'), ("a.json", '[{"a": 1}, {'), ("a.csv", "a\n1\n1,2\n")):
         (tmp_path / name).write_text(text)

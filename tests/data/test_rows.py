@@ -92,7 +92,10 @@ def test_a_bad_row_is_named(tmp_path: Path, data: DataConfig, row: dict[str, Any
     [
         ({"question": "a", "response": "b"}, "set data.prompt_key=question data.response_key=response"),
         ({"prompt": "a", "completion": "b"}, "set data.prompt_key=prompt data.response_key=completion"),
-        ({"instruction": "a", "input": "", "output": "b"}, "data.prompt_key=instruction data.response_key=output"),
+        (
+            {"instruction": "a", "input": "", "output": "b"},
+            "shape alpaca: convert them with hpc-rl data convert FILE --output NEW.jsonl",
+        ),
         ({"Question": "a", "Answer": "b"}, "set data.prompt_key=Question data.response_key=Answer"),
         ({"dialog": CHAT, "question": "a", "answer": "b"}, "set data.messages_key=dialog"),
         ({"text": "a"}, "columns: text; set data.messages_key"),
@@ -178,4 +181,5 @@ def test_any_row_is_a_chat_or_a_one_line_error(row: dict[str, Any]) -> None:
             assert str(error).startswith("file, row 1: ") and "\n" not in str(error)
         else:
             assert any(m["role"] == "assistant" for m in messages)
-            assert all(None not in m.values() for m in messages)
+            assert all(part is not None for m in messages for name, part in m.items() if name != "content")
+            assert all(m["content"] is not None or m["tool_calls"] for m in messages)

@@ -139,8 +139,11 @@ def test_a_template_that_rewrites_earlier_turns(
     thought = "{{ '<think></think>' if loop.last and m.role == 'assistant' }}"
     tokenizer.chat_template = CHATML.replace("{{ m.content }}", thought + "{{ m.content }}")
     assert targets(tokenizer, one(tokenizer, chat("a", "b"), data, tmp_path)) == "<think></think>b<|im_end|>"
-    with pytest.raises(UserError, match=r"row 1: the chat template renders turn 2 differently.*generation"):
-        one(tokenizer, chat("a", "b", "c", "d"), data, tmp_path)
+    sample = one(tokenizer, chat("a", "b", "c", "d"), data, tmp_path)
+    assert targets(tokenizer, sample) == "<think></think>b<|im_end|><think></think>d<|im_end|>"
+    tokenizer.chat_template = CHATML.replace("{{ m.content }}", "{{ 'Brief. ' if loop.last }}{{ m.content }}")
+    with pytest.raises(UserError, match=r"row 1: the chat template renders what precedes turn 2.*generation"):
+        one(tokenizer, chat("a", "b"), data, tmp_path)
 
 
 @pytest.mark.parametrize("template", [CHATML, MARKED])

@@ -11,6 +11,7 @@ from typing import Any
 
 import pyarrow
 import pytest
+from datasets import Dataset
 from pyarrow import parquet
 
 from hpc_rl.data import sources
@@ -162,3 +163,11 @@ def test_every_file_needs_a_row(tmp_path: Path) -> None:
     for part in (0, 1):
         with pytest.raises(UserError, match=r"empty\.jsonl: the data set is empty"):
             list(blocks(files, "train", part, 2))
+
+
+def test_text_that_is_not_valid_is_refused_in_a_data_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = Dataset.from_list([{"a": "x"}, {"a": "y"}])
+    made.set_transform(lambda rows: {"a": ["x", "\ud800"]})
+    monkeypatch.setattr("hpc_rl.data.sources.load_split", lambda name, split: made)
+    with pytest.raises(UserError, match="me/set, row 2: not valid text in column 'a'"):
+        list(all_rows(["me/set"], "train"))

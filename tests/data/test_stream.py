@@ -383,10 +383,17 @@ def test_rows_that_cannot_be_written_are_an_error_of_the_run(monkeypatch: pytest
         write_window(one, Order(tmp_path / "none" / "rows.jsonl", 0, 100, None))
 
 
-def test_values_without_a_form_in_json_become_null(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_dates_become_text(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     one, _ = opened(monkeypatch, Source())
     write_window(one, Order(tmp_path / "rows.jsonl", 0, 2, None))
-    assert (tmp_path / "rows.jsonl").read_text() == '{"n": 0, "date": null}\n{"n": 1, "date": null}\n'
+    assert (tmp_path / "rows.jsonl").read_text() == '{"n": 0, "date": "1970-01-01"}\n{"n": 1, "date": "1970-01-02"}\n'
+
+
+def test_text_that_is_not_valid_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    one, _ = opened(monkeypatch, Source())
+    monkeypatch.setattr(one, "take", lambda count: [{"a": "x"}, {"a": ["\ud800"]}])
+    with pytest.raises(UserError, match=r", row 12: not valid text in column 'a'"):
+        write_window(one, Order(tmp_path / "rows.jsonl", 10, 2, None))
 
 
 class Answer(Exception):

@@ -10,6 +10,7 @@ import pytest
 from transformers import PreTrainedTokenizerFast
 
 from hpc_rl.data.template import (
+    added_tokens,
     check_template,
     marks_generation,
     read_template,
@@ -17,6 +18,7 @@ from hpc_rl.data.template import (
     render_plainly,
     special_tokens,
     stored_template,
+    with_variables,
 )
 from hpc_rl.errors import UserError
 from tests.data.conftest import CHATML, MARKED
@@ -117,6 +119,27 @@ def test_the_file_wins_over_the_settings(tmp_path: Path) -> None:
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": "old"}))
     (tmp_path / "chat_template.jinja").write_text("new")
     assert stored_template(tmp_path) == "new"
+
+
+@pytest.mark.parametrize("template", ["{{ a }}{{ b }}{{ c }}", "\n{{ a }}{{ b }}{{ c }}"])
+def test_variables_have_values_unless_they_are_set(tokenizer: PreTrainedTokenizerFast, template: str) -> None:
+    """A template that an earlier run has exported gets other values."""
+    once = with_variables(template, {"a": 'it\'s "é" ', "b": None, "c": [True, {"d": 1.5}]})
+    text = template.partition("{")[0] + "it's \"é\" None[True, {'d': 1.5}]"
+    assert render_plainly(once, MESSAGES, "here") == text
+    assert tokenizer.apply_chat_template(MESSAGES, chat_template=once, tokenize=False) == text
+    assert tokenizer.apply_chat_template(MESSAGES, chat_template=once, tokenize=False, a=1, b=2, c=3).endswith("123")
+    assert render_plainly(with_variables(once, {"b": 7}), MESSAGES, "here") == text.replace("None", "7")
+    assert with_variables(once, {"a": 'it\'s "é" ', "b": None, "c": [True, {"d": 1.5}]}) == once
+    assert with_variables(template, {}) == template
+
+
+def test_added_tokens(tmp_path: Path) -> None:
+    assert added_tokens(tmp_path) == {}
+    added = [{"content": "<a>", "special": True}, {"content": "<b>", "special": False}]
+    (tmp_path / "tokenizer.json").write_text(json.dumps({"added_tokens": added}))
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<b>", "pad_token": "<c>"}))
+    assert added_tokens(tmp_path) == {"<a>": True, "<b>": True, "<c>": True}
 
 
 def test_special_tokens(tmp_path: Path) -> None:

@@ -14,6 +14,8 @@ from pathlib import Path
 import pytest
 
 from hpc_rl.cli.text import explanation_text
+from hpc_rl.config.keys import documented_keys
+from hpc_rl.config.kinds import KINDS
 from hpc_rl.doctor.diagnosis import (
     HEAD_BYTES,
     NOTHING,
@@ -35,6 +37,8 @@ from hpc_rl.node.ray_cluster.limits import granted
 from hpc_rl.run_dir import RunDir
 from hpc_rl.runs.status import RunStatus
 from hpc_rl.slurm.allocation import Allocation
+from tests.fake_slurm import calls, fake_slurm
+from tests.small_disk import needs_root, small_disk
 
 GUIDE = Path(__file__).parents[2] / "docs" / "troubleshooting.md"
 HERE = Allocation("7", 0, ("a", "b"), 1, cpus=2)
@@ -50,6 +54,116 @@ EXAMPLES = [(failure.title, line) for failure in KNOWN_FAILURES for line in fail
 @pytest.mark.parametrize(("title", "line"), EXAMPLES)
 def test_every_example_of_the_table_is_known(title: str, line: str) -> None:
     assert titles(f"before\n{line}\nafter")[0] == title, line
+
+
+def test_there_are_many_causes_and_each_has_a_message() -> None:
+    assert len(KNOWN_FAILURES) >= 200
+    assert all(failure.messages.strip() for failure in KNOWN_FAILURES)
+
+
+def test_options_that_a_remedy_names_exist() -> None:
+    known = {key for kind in KINDS.values() for key, *_ in documented_keys(kind.schema)}
+    sections = {key.partition(".")[0] for key in known if "." in key}
+    free = ("slurm.env.", "rollout.engine_kwargs.", "ray_kwargs.", "ray.init")
+    for failure in KNOWN_FAILURES:
+        for key in re.findall(r"`(\w+(?:\.\w+)+)(?!\w*[(/])", f"{failure.cause} {failure.fix}"):
+            if key.partition(".")[0] in sections and not key.startswith(free):
+                assert key in known, (failure.title, key)
+
+
+OTHERS = [
+    # What happens in good runs too.
+    ("srun: job 42 queued and waiting for resources", None),
+    ("srun: job 42 has been allocated resources", None),
+    ("node1:31:42 [0] NCCL INFO NET/IB : No device found.", None),
+    ("node1:31:42 [0] NCCL INFO NET/OFI Using aws-ofi-nccl 1.7.4", None),
+    ("INFO 11-21 13:28:37 llm_engine.py:249] Initializing with config: model='m', trust_remote_code=True", None),
+    ("max locked memory       (kbytes, -l) 64", None),
+    ("tmpfs on /tmp type tmpfs (rw,nosuid,noexec)", None),
+    ("INFO:    squashfuse not found, will not be able to mount SIF or other squashfs files", None),
+    ("[node1:10221] PMIX ERROR: PMIX_ERR_NOT_FOUND in file gds_ds12_lock_pthread.c at line 169", None),
+    ("the job exited with code 0", None),
+    ("loading 137 files, step 524 of 900", None),
+    ("slurm_load_jobs error: Invalid job id specified", "The allocation has ended"),
+    # Messages that resemble those of another cause.
+    (
+        "RuntimeError: CUDA error: CUDA-capable device(s) is/are busy or unavailable",
+        "The GPU is in use by another process",
+    ),
+    ("RuntimeError: No CUDA GPUs are available", "No GPU is visible"),
+    ("ncclSystemError: System call (e.g. socket, malloc) failed", "A system call of NCCL failed"),
+    ("ncclInternalError: Internal check failed.", "NCCL reports an internal error"),
+    ("NCCL WARN Call to ibv_reg_mr failed with error Cannot allocate memory", "The limit on locked memory is too low"),
+    ("OSError: [Errno 12] Cannot allocate memory", "The program asked for more memory than there is"),
+    ("torch.OutOfMemoryError: HIP out of memory. Tried to allocate 2.00 GiB.", "CUDA out of memory"),
+    ("OSError: [Errno 13] Permission denied: '/data/x'", "Permission denied"),
+    ("PermissionError: [Errno 13] Permission denied: '/tmp/ray/session_1'", "Ray's folder belongs to another user"),
+    ("bash: ./x: /bin/sh: bad interpreter: Permission denied", "Files of a folder cannot be executed"),
+    ("bash: ./x: /opt/py: bad interpreter: No such file or directory", "A script's interpreter is missing"),
+    ("huggingface_hub.errors.LocalEntryNotFoundError: Cannot find", "A model or data set is not in the cache"),
+    ("huggingface_hub.errors.EntryNotFoundError: 404 Client Error.", "A name on the hub does not exist"),
+    (
+        "ImportError: libcudart.so.12: cannot open shared object file: No such file or directory",
+        "A shared library is missing",
+    ),
+    ("ImportError: x.so: undefined symbol: ncclCommRegister", "The versions of NCCL differ"),
+    ("ImportError: x.so: undefined symbol: _ZN3c104cuda9SetDeviceEi", "Two packages were built for different versions"),
+    ("pyxis:     Write failed because No space left on device", "No space left on device"),
+    ("FATAL:   container creation failed: open /x: no space left on device", "The container could not be created"),
+    ("srun: error: Unable to create step for job 7: Invalid account", "A step could not be launched"),
+    (
+        "slurmstepd: error: *** STEP 7.0 ON n1 CANCELLED AT 2026-01-01T00:00:00 DUE TO TIME LIMIT ***",
+        "Walltime reached",
+    ),
+    ("ray.exceptions.OutOfMemoryError: Task was killed", "Killed by Ray's memory monitor"),
+    ("OSError: [Errno 107] Transport endpoint is not connected", "The container's files are no longer available"),
+    (
+        "OSError: [Errno 108] Cannot send after transport endpoint shutdown",
+        "The parallel file system lost its connection",
+    ),
+]
+
+
+@pytest.mark.parametrize(("line", "title"), OTHERS)
+def test_a_message_does_not_get_another_cause(line: str, title: str | None) -> None:
+    assert titles(f"before\n{line}\nafter") == ([] if title is None else [title])
+
+
+UNKNOWN = [
+    "srun: error: the moon is in the wrong phase",
+    "slurmstepd: error: spank: plugin quux said no",
+    "sbatch: fatal: cli_filter plugin terminated with error",
+    "/var/spool/slurmd/job00042/slurm_script: line 12: frobnicate: too many wheels",
+    "FATAL:   the frobnicator is not configured",
+    "[ERROR] the image has no frobnicator",
+    "slurmstepd: error: pyxis: the frobnicator is closed",
+    "bash: line 3: cd: too many arguments",
+    "/opt/env/bin/python3.11: No module named frobnicate",
+    "enroot-frob: it does not frob",
+]
+LATER = "srun: error: node1: task 0: Exited with exit code 1\nKeyError: 'later'\nsrun: error: another one\n"
+
+
+@pytest.mark.parametrize("line", UNKNOWN)
+def test_the_first_error_of_the_launch_is_shown_even_if_its_cause_is_unknown(line: str, tmp_path: Path) -> None:
+    run, status = failed_run(tmp_path, f"srun: job 42 queued\n{LATER.splitlines()[0]}\n{line}\n{LATER}")
+    for brief in (True, False):
+        shown = explanation_text(explain_run(run, status), brief).splitlines()
+        assert shown[shown.index("the first error of the launch:") + 1] == f"  {line}"
+    (run.path / "job-7.log").write_text(f"{line}\n")
+    assert explanation_text(explain_run(run, status), brief=True).splitlines()[-1] == f"  {line}"
+    refused = explain_run(run, replace(status, exit_code=2))
+    assert line in explanation_text(refused, brief=True)
+
+
+def test_the_first_error_of_the_launch_is_shown_once(tmp_path: Path) -> None:
+    busy = "srun: Job 7 step creation temporarily disabled, retrying (Requested nodes are busy)"
+    run, status = failed_run(tmp_path, f"{busy}\nsrun: error: Unable to create step for job 7: Unspecified error\n")
+    found = explain_run(run, status)
+    assert found.findings[0].failure.title == "The allocation has no free resources for a step"
+    assert found.launch_error == ""
+    run.path.joinpath("job-7.log").write_text("srun: job 7 queued\nstep 1\n")
+    assert explain_run(run, status).launch_error == ""
 
 
 def own_patterns() -> list[str]:
@@ -166,6 +280,51 @@ def test_the_last_exception_that_is_no_consequence_is_the_failure() -> None:
     (first, second) = findings([LogText("log", text)])
     assert (first.failure, first.line) == (ANY_EXCEPTION, "KeyError: second")
     assert second.line == "ray.exceptions.ActorDiedError: gone"
+
+
+def test_a_job_that_left_no_log_is_explained(tmp_path: Path) -> None:
+    run, status = failed_run(tmp_path, "")
+    Path(status.log or "").unlink()
+    (found,) = explain_run(run, status).findings
+    assert (found.failure.title, found.source) == ("The nodes do not share the folder", str(run.path))
+    assert explain_run(run, replace(status, state="CANCELLED")).findings == []
+    full = explain_run(run, replace(status, disk="no bytes are free")).findings
+    assert [one.failure.title for one in full] == ["No space left on device"]
+    Path(status.log or "").touch()
+    assert explain_run(run, status).findings == []
+
+
+@needs_root
+@pytest.mark.parametrize(
+    ("command", "code", "words"),
+    [
+        ("explain", 0, "The nodes do not share the folder"),
+        ("status", 0, "The nodes do not share the folder"),
+        ("logs", 2, "has no log yet in {}: its job has ended (FAILED), and hpc-rl explain lost shows why"),
+        (
+            "report",
+            2,
+            "run lost has nothing to report: its job has failed and left no log; hpc-rl explain lost shows why",
+        ),
+        ("requeue", 2, "which looks like a disk of this machine alone: the next job would fail like that"),
+    ],
+)
+def test_every_command_can_do_without_the_log_of_a_job(
+    command: str, code: int, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    programs = fake_slurm(tmp_path, monkeypatch)
+    (programs / "squeue.text").write_text("7|FAILED|node1|NonZeroExitCode|N/A|\n")
+    with small_disk(tmp_path / "runs", size="256m"):
+        run = RunDir(tmp_path / "runs" / "lost")
+        run.path.mkdir(mode=0o700)
+        run.script.write_text("#!/bin/bash\n")
+        run.script.chmod(0o600)
+        run.job.write_text(json.dumps({"job_id": "7"}))
+        argv = [sys.executable, "-m", "hpc_rl.cli", command, "lost"]
+        done = subprocess.run(argv, cwd=tmp_path, capture_output=True, text=True, timeout=600, check=False)
+    said = " ".join((done.stdout + done.stderr).split())
+    assert done.returncode == code and words.format(run.path) in said, said
+    assert not any(call.startswith("sbatch") for call in calls(tmp_path))
 
 
 MESSAGE = [

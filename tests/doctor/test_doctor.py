@@ -84,6 +84,10 @@ CASES: dict[str, tuple[Callable[[NodeReport], NodeReport], str, str, str]] = {
     ),
     "ports": (lambda r: replace(r, ports_problem="no 512 free"), "ports", "problem", "no 512 free"),
     "full disk": (lambda r: replace(r, scratch_free=10**8), "temporary folder", "warning", "0 GB free in /tmp"),
+    "noexec": (
+        lambda r: replace(r, scratch_problem="files in /tmp cannot be executed"), "temporary folder", "warning",
+        "files in /tmp cannot be executed",
+    ),
     "slow files": (lambda r: replace(r, file_latency_s=0.5), "run directory", "warning", "500.0 ms"),
     "late files": (lambda r: replace(r, round_trip_s=9.0), "shared folder", "warning", "9000 ms"),
     "missing": (lambda r: replace(r, missing=["node2"]), "shared folder", "problem", "node2 wrote no report"),

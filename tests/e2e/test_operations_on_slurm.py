@@ -109,7 +109,7 @@ def test_a_sweep_is_stopped_attached_to_queued_again_and_cancelled(workspace: Wo
     array = str(workspace.status("wait_3")["job_id"]).partition("_")[0]
 
     said = workspace.ok("requeue", "wait")
-    assert "3 of 3 runs of sweep wait will resume (previous states: 2 CANCELLED, 1 STOPPED)" in said
+    assert "3 of 3 runs of sweep wait are queued again (previous states: 2 CANCELLED, 1 STOPPED)" in said
     wait_for_line(workspace, sweep / "wait_1", "attempt 2 with 7")
     again = str(workspace.status("wait_3")["job_id"])
     assert again.endswith("_3") and not again.startswith(f"{array}_")
@@ -118,7 +118,9 @@ def test_a_sweep_is_stopped_attached_to_queued_again_and_cancelled(workspace: Wo
     assert "has no job to cancel: 3 CANCELLED" in workspace.ok("cancel", "wait")
 
     (sweep / "wait_2" / "go").touch()
-    assert "run wait_2 will resume (previous state: CANCELLED)" in workspace.ok("requeue", "wait_2")
+    assert "run wait_2 starts again, and resumes if your program does (previous state: CANCELLED)" in workspace.ok(
+        "requeue", "wait_2"
+    )
     wait_for_states(workspace, "wait", "CANCELLED", "COMPLETED", "CANCELLED")
     assert "has nothing to resume: its state is COMPLETED" in workspace.ok("requeue", "wait_2")
 
@@ -182,7 +184,7 @@ def test_a_job_in_an_allocation_waits_for_nothing(workspace: Workspace) -> None:
         cwd=workspace.folder, env=dict(workspace.environ), capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert "requests 3 nodes, but allocation" in done.stderr
-    assert "step 4/4" in done.stdout and "last 3" in done.stdout, done.stdout + done.stderr
+    assert "step 4/4" in done.stdout and "last 2" in done.stdout, done.stdout + done.stderr
     status = workspace.status("inside")
     assert (status["state"], status["step"], status["nodes"]) == ("COMPLETED", 4, "node[1-2]")
     assert {path.name for path in (workspace.folder / "runs/inside/attempt-1").glob("*rank*.log")} == {
@@ -237,7 +239,7 @@ def test_the_table_with_accounting_knows_exit_codes(accounting_cluster: Cluster)
     words = ["sweep", "torchrun", "--job-name", "codes", *SETUPS, "trainer.device=cpu"]
     accounted.ok(*words, "--", "nothing.py")
     accounted.ok("submit", "torchrun", "--sbatch", "hold", "trainer.device=cpu", "--", "nothing.py")
-    expected = [("codes_1", "COMPLETED", 0), ("codes_2", "FAILED", 3), ("torchrun-1", "PENDING", None)]
+    expected = [("codes_1", "COMPLETED", 0), ("codes_2", "FAILED", 2), ("torchrun-1", "PENDING", None)]
 
     def is_known() -> bool:  # accounting is updated a little later than the controller
         return [(row["run"], row["state"], row["exit_code"]) for row in rows(accounted)] == expected

@@ -223,6 +223,15 @@ def test_a_log_that_cannot_be_written_is_explained(workspace: Workspace) -> None
     try:
         assert done.returncode not in (0, 2)
         assert "Is the run directory on a shared file system?" in done.stdout
+        assert f"run directory {path} is on /dev/shm (tmpfs), which looks like a disk" in done.stderr
+        assert "The nodes do not share the folder" in workspace.ok("explain", path).stdout
+        for command, words in (
+            ("logs", "its job has ended"),
+            ("report", "left no log"),
+            ("requeue", "would fail like"),
+        ):
+            refused = workspace.hpc_rl(command, path)
+            assert refused.returncode == 2 and words in " ".join(refused.stderr.split()), refused
     finally:
         subprocess.run(["rm", "-r", path], check=True, timeout=600)
 

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -67,6 +68,19 @@ def test_a_conversation_grows_as_the_template_renders_it(
         messages += [{"role": "assistant", "content": opened + sampled}, *observation]
     assert tokenizer.decode(ids) == rendered(tokenizer, template, messages)
     assert turns.opens_thinking == (template == templates.OPENS_THINKING)
+
+
+def test_a_turn_that_ends_with_the_beginning_of_the_observation(tokenizer: Any) -> None:
+    """GLM's models write <|observation|> themselves."""
+    made = copy.deepcopy(tokenizer)
+    made.add_special_tokens({"additional_special_tokens": ["<|user|>", "<|observation|>"]})
+    template = (
+        "{% for m in messages %}{% if m.role == 'tool' %}<|observation|>{% else %}<|{{ m.role }}|>{% endif %}"
+        "{{ m.content }}{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
+    )
+    turns, end = Turns(made, template, thinking=False), made.convert_tokens_to_ids("<|observation|>")
+    assert made.decode([5, end, *turns.added_ids([5, end], [TOOL])][1:]) == "<|observation|>3<|assistant|>"
+    assert made.decode(turns.added_ids([5], [TOOL])) == "<|observation|>3<|assistant|>"
 
 
 def test_a_template_that_demands_calls(tokenizer: Any) -> None:

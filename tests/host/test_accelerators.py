@@ -14,6 +14,7 @@ from hpc_rl.host.accelerators import (
     collective_defaults,
     extension_of,
     find_accelerators,
+    of_one_vendor,
     ray_resource,
     show_assigned,
     unrestricted_by_ray,
@@ -146,3 +147,50 @@ def test_torch_has_the_devices_and_their_backends() -> None:
         if row.extension is None:
             assert torch.get_device_module(row.device).get_rng_state
             assert row.device in backends
+
+
+# What Slurm sets on a node whose GPUs it does not detect (gres.conf without AutoDetect).
+BY_SLURM = {
+    name: "2,3" for name in ("CUDA_VISIBLE_DEVICES", "GPU_DEVICE_ORDINAL", "ROCR_VISIBLE_DEVICES", "ZE_AFFINITY_MASK")
+}
+NVIDIA, AMD = "dev/nvidiactl", "dev/kfd"
+
+
+@pytest.mark.parametrize(
+    ("device", "driver", "environ", "expected"),
+    [
+        ("cuda", NVIDIA, BY_SLURM, {"CUDA_VISIBLE_DEVICES": "2,3"}),
+        ("cuda", AMD, BY_SLURM, {"HIP_VISIBLE_DEVICES": "2,3"}),
+        ("cuda", None, BY_SLURM, {"CUDA_VISIBLE_DEVICES": "2,3"}),
+        ("xpu", None, BY_SLURM, {"ZE_AFFINITY_MASK": "2,3"}),
+        ("npu", None, BY_SLURM, {}),
+        ("cpu", NVIDIA, BY_SLURM, BY_SLURM),
+        ("cuda", AMD, {"ROCR_VISIBLE_DEVICES": "2,3", "HIP_VISIBLE_DEVICES": "1"}, {"HIP_VISIBLE_DEVICES": "3"}),
+        ("cuda", AMD, {"ROCR_VISIBLE_DEVICES": "2,3", "HIP_VISIBLE_DEVICES": "2,3"}, {"HIP_VISIBLE_DEVICES": "2,3"}),
+        ("cuda", AMD, {"CUDA_VISIBLE_DEVICES": "1"}, {"HIP_VISIBLE_DEVICES": "1"}),
+        ("cuda", AMD, {"ROCR_VISIBLE_DEVICES": ""}, {"HIP_VISIBLE_DEVICES": ""}),
+        ("cuda", AMD, {"ROCR_VISIBLE_DEVICES": "0", "HIP_VISIBLE_DEVICES": ""}, {"HIP_VISIBLE_DEVICES": "-1"}),
+        ("cuda", None, {"ROCR_VISIBLE_DEVICES": "1"}, {"HIP_VISIBLE_DEVICES": "1"}),
+        ("cuda", None, {}, {}),
+    ],
+)
+def test_each_process_gets_the_variables_of_one_vendor(
+    tmp_path: Path, device: str, driver: str | None, environ: dict[str, str], expected: dict[str, str]
+) -> None:
+    (tmp_path / "dev").mkdir()
+    if driver is not None:
+        (tmp_path / driver).touch()
+    found, said = of_one_vendor({**environ, "PATH": "/bin"}, device, tmp_path)
+    assert found == {**expected, "PATH": "/bin"}
+    assert bool(said) == (found != {**environ, "PATH": "/bin"})
+    assert all(f"{name}={value}" in said[0] for name, value in (environ | expected).items() if environ != expected)
+    again, silent = of_one_vendor(found, device, tmp_path)
+    assert (again, silent) == (found, []), "a process may start another one"
+
+
+def test_the_devices_are_those_that_the_node_has_whatever_slurm_sets(tmp_path: Path) -> None:
+    (tmp_path / "bin").mkdir()
+    environ = BY_SLURM | program(tmp_path / "bin", "xpu-smi", ["0", "1", "2", "3"])
+    assert find_accelerators(environ, tmp_path) == ("xpu", 2)
+    environ = BY_SLURM | program(tmp_path / "bin", "nvidia-smi", ["GPU 0: x"]) | {"ZE_AFFINITY_MASK": ""}
+    assert find_accelerators(environ, tmp_path) == ("cuda", 2)

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from hpc_rl.errors import UserError
-from hpc_rl.host.hub import check_hub, data_offline, hub_address, hub_config, hub_offline, loading_problem
+from hpc_rl.host.hub import check_hub, data_offline, hub_address, hub_config, hub_offline, hub_problem, loading_problem
 from tests.http_server import serving
 
 
@@ -98,3 +98,27 @@ def test_a_config_is_read_from_the_hub_with_the_users_token(tmp_path: Path, monk
 
 def test_a_config_from_a_hub_that_never_answers(mute: str) -> None:
     assert hub_config("owner/m", timeout_s=0.2) == {}
+
+
+def test_what_the_hub_lacks_is_a_problem_and_a_broken_hub_is_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Hub(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            codes = {"/owner/m/resolve/main/config.json": 200, "/api/datasets/owner/d": 200}
+            codes |= {"/owner/gated/resolve/main/config.json": 403, "/owner/broken/resolve/main/config.json": 500}
+            self.send_response(codes.get(self.path, 404))
+            self.end_headers()
+
+        do_HEAD = do_GET
+
+        def log_message(self, format: str, *args: object) -> None: ...
+
+    hub_problem.cache_clear()
+    with serving(Hub) as address:
+        monkeypatch.setenv("HF_ENDPOINT", address)
+        assert hub_problem("owner/m") == hub_problem("owner/broken") == hub_problem("owner/d:main", "data set") == ""
+        for name, kind in (("owner/none", "model"), ("owner/gated", "model"), ("owner/m", "data set")):
+            assert hub_problem(name, kind) == f"{address} has no such {kind}, or none that you may read"
+    assert "cannot be reached from here (" in hub_problem("owner/other")
+    hub_problem.cache_clear()

@@ -4,6 +4,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import IO
 
 import pytest
 
@@ -15,12 +16,15 @@ from hpc_rl.host.scratch import (
     held_scratch,
     job_folders,
     local_folder,
+    local_folder_problem,
     own_scratch,
     programs_tmpdir,
     remove_abandoned,
     remove_recorded,
     remove_tree,
+    unfit,
 )
+from tests.small_disk import needs_root, small_disk
 
 
 def test_the_temporary_folder_is_private_and_goes_with_all_in_it(tmp_path: Path) -> None:
@@ -166,6 +170,46 @@ def test_the_longest_mount_point_above_a_path_counts() -> None:
     ):
         assert file_system(Path(path), mounts) == kind
     assert file_system(Path("/etc"), "") == ""
+
+
+@needs_root
+def test_a_folder_whose_files_cannot_be_executed_is_not_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with small_disk(tmp_path / "disk", more=",noexec") as disk:
+        program = disk.path / "program"
+        program.write_text("#!/bin/sh\n")
+        program.chmod(0o755)
+        with pytest.raises(PermissionError):
+            subprocess.run([program], check=True, timeout=60)
+        environ = {"TMPDIR": str(disk.path)}
+        assert local_folder(environ) == Path("/tmp")
+        said = f"files in {disk.path} cannot be executed (the file system is mounted with noexec): /tmp is used instead"
+        assert local_folder_problem(environ) == said
+        with held_scratch(environ, "7", tmp_path, 0) as folder:
+            assert folder.parent == Path("/tmp")
+            assert programs_tmpdir(environ, folder) == str(folder)
+            assert folder in job_folders(environ, "7")
+        assert said in capsys.readouterr().out
+        monkeypatch.setattr(scratch, "PLACES", (disk.path / "missing", tmp_path))
+        assert local_folder(environ) == tmp_path
+        monkeypatch.setattr(scratch, "PLACES", (disk.path / "missing",))
+        assert local_folder(environ) == disk.path  # better than none
+        assert local_folder_problem(environ).endswith("no other local folder is better")
+    assert local_folder_problem({"TMPDIR": str(tmp_path)}) == ""
+
+
+def test_a_folder_without_locks_is_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(file: IO[bytes], _: int) -> None:
+        if os.fstat(file.fileno()).st_dev == tmp_path.stat().st_dev and refused:
+            raise OSError(37, "No locks available")
+
+    refused = ["yes"]
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    assert unfit(tmp_path) == "locked (No locks available)"
+    refused.clear()
+    assert unfit(tmp_path) == ""
+    assert unfit(tmp_path / "missing") == ""  # it is not judged
 
 
 def test_local_folder(tmp_path: Path) -> None:

@@ -5,7 +5,7 @@ import pytest
 
 from hpc_rl.errors import UserError
 from hpc_rl.node import network
-from hpc_rl.node.network import choose_address, free_port, interface_addresses
+from hpc_rl.node.network import addresses_of, choose_address, free_port, interface_addresses, with_usable_interfaces
 
 
 def test_a_job_on_one_node_stays_on_the_loopback() -> None:
@@ -67,3 +67,40 @@ def test_no_free_port_is_an_error(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
     monkeypatch.setattr(network, "_shuffled", lambda _: [])
     with pytest.raises(UserError, match="no free TCP port between 12000 and 32767"):
         free_port("127.0.0.1")
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "kept"),
+    [
+        ("GLOO_SOCKET_IFNAME", "^lo,docker0", False),  # NCCL's syntax
+        ("GLOO_SOCKET_IFNAME", "=ib0", False),
+        ("GLOO_SOCKET_IFNAME", "ib", False),
+        ("GLOO_SOCKET_IFNAME", "", False),
+        ("GLOO_SOCKET_IFNAME", "eth9", False),
+        ("GLOO_SOCKET_IFNAME", "ib0,eth0", True),
+        ("TP_SOCKET_IFNAME", "^lo", False),
+        ("CCL_KVS_IFACE", "ib", False),
+        ("CCL_KVS_IFACE", "ib0", True),
+        ("NCCL_SOCKET_IFNAME", "^lo,docker0", True),
+        ("NCCL_SOCKET_IFNAME", "^lo,ib,eth", False),
+        ("NCCL_SOCKET_IFNAME", "^=lo,ib,eth", True),
+        ("NCCL_SOCKET_IFNAME", "=ib0", True),
+        ("NCCL_SOCKET_IFNAME", "=ib", False),
+        ("NCCL_SOCKET_IFNAME", "ib,hsn", True),
+        ("NCCL_SOCKET_IFNAME", "hsn", False),
+        ("HCCL_SOCKET_IFNAME", "=hsn0", False),
+        ("OTHER_IFNAME", "^lo", True),
+    ],
+)
+def test_names_of_interfaces_that_cannot_work_are_replaced(
+    monkeypatch: pytest.MonkeyPatch, variable: str, value: str, kept: bool
+) -> None:
+    monkeypatch.setattr(network.socket, "if_nameindex", lambda: [(1, "lo"), (2, "ib0"), (3, "eth0")])
+    found, said = with_usable_interfaces({variable: value, "PATH": "/bin"}, "ib0")
+    assert found == ({variable: value, "PATH": "/bin"} if kept else {"PATH": "/bin"})
+    assert [line.partition(" ")[0] for line in said] == ([] if kept else [f"{variable}={value}"])
+    assert kept or said[0].endswith("ib0 is used" if variable.startswith("GLOO") else "it is removed")
+
+
+def test_addresses_of_names_that_nobody_knows_are_left_out() -> None:
+    assert addresses_of(["localhost", "no-such-host.invalid", "localhost"]) == ["127.0.0.1"]

@@ -64,6 +64,27 @@ def test_ranks_follow_slurms_order_of_nodes() -> None:
     }
 
 
+INHERITED = {
+    "GLOO_SOCKET_IFNAME": "^lo,docker0",
+    "CUDA_VISIBLE_DEVICES": "1",
+    "ROCR_VISIBLE_DEVICES": "1",
+    "https_proxy": "http://proxy:3128",
+}
+"""What Slurm and shells set, and what cannot work."""
+
+
+def test_ranks_do_not_inherit_what_cannot_work(entry: "Entry") -> None:
+    names = [*INHERITED, "no_proxy"]
+    program = f"import json, os; print(json.dumps([os.environ.get(name) for name in {names}]), flush=True)"
+    code, out, err = entry.run(program, **INHERITED, no_proxy="mine")
+    assert code == 0, err
+    assert '["lo", "1", null, "http://proxy:3128", "mine,localhost,127.0.0.1"]' in out
+    assert "hpc-rl: node localhost: GLOO_SOCKET_IFNAME=^lo,docker0 fits no interface of this node" in err
+    assert (
+        "hpc-rl: node localhost: the devices are those of NVIDIA: CUDA_VISIBLE_DEVICES=1 holds, instead of ROCR" in err
+    )
+
+
 @pytest.fixture
 def entry(tmp_path: Path) -> Iterator["Entry"]:
     entry = Entry(tmp_path)

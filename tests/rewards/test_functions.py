@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from hpc_rl.rewards import exact, gsm8k
@@ -104,3 +106,64 @@ def test_a_score(value: object) -> None:
 def test_no_score(value: object) -> None:
     with pytest.raises(ValueError, match=r"expected a (finite )?number, got"):
         to_score(value)
+
+
+@pytest.mark.parametrize(
+    ("response", "answer", "score"),
+    [
+        (" 5 ", 5.0, 1),
+        ("5.0", 5, 1),
+        ("1e1", 10, 1),
+        ("five", 5, 0),
+        ("6", 5.0, 0),
+        ("nan", 5, 0),
+        ("9007199254740993", 9007199254740993, 1),
+        ("9007199254740992", 9007199254740993, 0),
+        ("5", "5.0", 0),
+        ("True", True, 1),
+        ("false", False, 1),
+        ("1", True, 0),
+        ("Paris", ["Paris"], 1),
+        ("5", [5.0], 1),
+        ("[1, 2]", [1, 2], 1),
+        ('["a","b"]', ["a", "b"], 1),
+        ("[2, 1]", [1, 2], 0),
+        ('{"a": 1}', {"a": 1}, 1),
+    ],
+)
+def test_exact_with_answers_of_other_types(response: str, answer: object, score: float) -> None:
+    assert exact.score(response, answer) == score
+
+
+@pytest.mark.parametrize(
+    ("function", "answer", "reason"),
+    [
+        (exact, ["a", "b"], "has several parts"),
+        (exact, float("nan"), "no reference answer"),
+        (exact, b"a", "of the type bytes"),
+        (gsm8k, True, "of the type bool"),
+        (gsm8k, [3, 5], "of the type list"),
+        (gsm8k, {"a": 5}, "of the type dict"),
+        (maths, [1, 2], "of the type list"),
+        (maths, False, "of the type bool"),
+        (maths, [None], "no reference answer"),
+    ],
+)
+def test_answers_whose_meaning_is_not_clear_are_failures(function: Any, answer: object, reason: str) -> None:
+    with pytest.raises(ValueError, match=reason):
+        function.score("a 5", answer)
+
+
+@pytest.mark.parametrize(
+    "answer", ["50", r"50\%", "50%", r"$50\%$", r"\boxed{50\%}", "0.5", r"\frac{1}{2}", ["50"], 50.0]
+)
+def test_math_with_percentages(answer: object) -> None:
+    assert maths.score(r"So it is \boxed{50\%}.", answer) == 1
+    assert maths.score(r"So it is \boxed{40\%}.", answer) == 0
+    assert maths.score(r"So it is \boxed{50}.", answer) == (0 if answer in ("0.5", r"\frac{1}{2}") else 1)
+    assert maths.score(r"So it is \boxed{0.5}.", answer) == (0 if answer in ("50", ["50"], 50.0) else 1)
+
+
+@pytest.mark.parametrize("answer", ["$5", r"\$5", "5"])
+def test_math_with_money(answer: str) -> None:
+    assert maths.score(r"\boxed{\$5}", answer) == maths.score(r"\boxed{5}", answer) == 1

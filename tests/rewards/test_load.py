@@ -165,3 +165,32 @@ def test_checks_are_light() -> None:
     code = f"import sys, hpc_rl.rewards.check, hpc_rl.rewards.worker; sys.exit(str(sys.modules.keys() & {heavy}))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=600)
     assert done.stderr.strip() == "set()"
+
+
+@pytest.mark.parametrize(
+    ("parameters", "part"),
+    [
+        ("prompts, completions, **kwargs", "has the parameter completions, as reward functions of TRL"),
+        ("completions, **kwargs", "receive lists, and return a list"),
+        ("completions, solution, **kwargs", "docs/from-trl.md"),
+        ("prompts, completion_ids, **kwargs", "has the parameter prompts"),
+        ("queries, prompts, labels=None", "TRL and OpenRLHF"),
+        ("*, completions=(), **kwargs", "has the parameter completions"),
+        ("ground_truth, response", "called with (response, answer) in this order"),
+    ],
+)
+def test_functions_of_other_projects_are_refused(write: Write, parameters: str, part: str) -> None:
+    """By the check of a login node, and by loading, which sees what a decorator returns too."""
+    plain = f"def score({parameters}):\n    return [0.0]\n"
+    for source in (plain, f"def same(f):\n    return f\n@same\n{plain}"):
+        spec = write(source)
+        with pytest.raises(UserError) as caught:
+            load_function(spec, {}) if "@" in source else check_function(spec, {}, same_python=True)
+        assert part in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_a_function_for_one_data_set_of_verl_fits(write: Write) -> None:
+    function = load_function(
+        write("def score(solution_str, ground_truth, extra_info=None):\n    return ground_truth\n"), {}
+    )
+    assert function("response", 3) == 3

@@ -21,12 +21,12 @@ from hpc_rl.rl.metrics import (
     has_signal,
     no_signal_warning,
     not_before,
-    probs_diff_warning,
     reward_metrics,
+    sampler_warning,
     timeline,
 )
 from hpc_rl.training.perf import Clock, Spans
-from tests.rl.ppo_config import ppo_config
+from tests.rl.ppo_config import STALE, ppo_config
 from tests.rl.test_experience import experience_of
 
 GRPO = ("algorithm.advantage=grpo", "rollout.n=2")
@@ -122,6 +122,25 @@ def test_truncated_probabilities_are_not_compared() -> None:
     assert not names("rollout.top_p=0.9", "algorithm.tis_bounds=[0.5,2]")
 
 
+def test_weights_of_a_correction_are_measured() -> None:
+    """The engine's log-probability of each token is 0.5 more than the trainer's."""
+    experience = scored([0.0, 1.0], [0, 0])
+    experience["old_logprobs"] = columns.jagged(
+        columns.flat(experience, "rollout_logprobs") - 0.5, columns.lengths(experience)
+    )
+    plain = experience_metrics(experience, ppo_config(*GRPO))
+    assert not [name for name in plain if "is_weight" in name or "rollout_" in name]
+    compared = experience_metrics(experience, ppo_config(*GRPO, "rollout.calculate_log_probs=true"))
+    assert compared["training/rollout_log_ratio"] == pytest.approx(0.5) and "training/is_weight/mean" not in compared
+    for stale in ((), (*STALE, "rollout.staleness=1")):
+        found = experience_metrics(experience, ppo_config(*GRPO, "algorithm.tis_cap=0.5", *stale))
+        assert found["training/rollout_log_ratio"] == pytest.approx(0.5)
+        assert found["training/rollout_probs_diff_mean"] > 0
+        assert found["training/is_weight/mean"] == 0.5  # the ratio is exp(-0.5), over the cap
+        assert (found["training/is_weight/capped"], found["training/is_weight/rejected"]) == (1.0, 0.0)
+        assert found["training/is_weight/ess"] == pytest.approx(1.0)
+
+
 def test_a_warning_after_several_steps_without_signal_and_then_now_and_then() -> None:
     metrics = measured([0.0] * 4, [0, 0, 1, 1])
     warned = [steps for steps in range(60) if no_signal_warning(steps, metrics)]
@@ -156,11 +175,21 @@ def test_a_teacher_without_a_reward() -> None:
     assert warning is not None and "the policy and the teacher give the same probabilities" in warning
 
 
-def test_a_difference_of_probabilities_over_the_threshold_is_a_warning() -> None:
-    assert probs_diff_warning({}) is None
-    assert probs_diff_warning({"training/rollout_probs_diff_mean": 0.01}) is None
-    warning = probs_diff_warning({"training/rollout_probs_diff_mean": 0.02})
+def test_a_sampler_that_differs_from_the_trainer_is_a_warning() -> None:
+    assert sampler_warning({}, 0) is None
+    assert sampler_warning({"training/rollout_probs_diff_mean": 0.01, "actor/ppo_kl": 1.0}, 0) is None
+    warning = sampler_warning({"training/rollout_probs_diff_mean": 0.02}, 0)
     assert warning is not None and "by 0.020 on average (threshold: 0.01)" in warning
+
+
+def test_a_sampler_that_is_too_old_is_a_warning() -> None:
+    """Its probabilities differ anyway; with a correction the KL of the updates begins after the step before."""
+    differs = {"training/rollout_probs_diff_mean": 0.5}
+    assert sampler_warning({**differs, "training/rollout_log_ratio": 0.05, "actor/ppo_kl": 0.2}, 4) is None
+    for metrics in ({"training/rollout_log_ratio": 0.06, "actor/ppo_kl": 0.0}, {"actor/ppo_kl": 0.06}):
+        warning = sampler_warning(metrics, 4)
+        assert warning is not None and "is 0.06 nats per token" in warning
+        assert "Lower actor.optim.lr, or rollout.staleness (4)" in warning
 
 
 def test_the_timeline_of_a_step_has_what_all_parts_did_since_its_start() -> None:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from hpc_rl.config.tree import put
 from hpc_rl.errors import UserError
-from hpc_rl.runs.models import model_of
+from hpc_rl.runs.models import MODEL_KEYS, model_of, models_of_runs
 
 
 @pytest.fixture(autouse=True)
@@ -44,3 +46,27 @@ def test_what_names_none(target: str, expected: str) -> None:
     with pytest.raises(UserError) as caught:
         model_of(target)
     assert expected in str(caught.value)
+
+
+@pytest.mark.parametrize("key", MODEL_KEYS)
+@pytest.mark.parametrize(
+    ("name", "may_come", "folder"),
+    [
+        ("sft-1", False, "runs/sft-1/model"),
+        ("runs/sft-1", False, "runs/sft-1/model"),
+        ("sft-2", True, "runs/sft-2/model"),
+    ],
+)
+def test_an_option_that_names_a_model_takes_a_run(
+    tmp_path: Path, key: str, name: str, may_come: bool, folder: str
+) -> None:
+    tree: dict[str, Any] = {}
+    put(tree, key, name)
+    assert models_of_runs(may_come)(tree) == {key: str(tmp_path / folder)}
+
+
+def test_other_models_stay_as_they_are_and_errors_name_the_option() -> None:
+    for name in ("model", "gpt2", "Qwen/Qwen2.5-0.5B", "data", None):
+        assert models_of_runs(False)({"model": {"path": name}}) == {}
+    with pytest.raises(UserError, match=r"teacher\.path sft-2: run sft-2 has no model: "):
+        models_of_runs(False)({"teacher": {"path": "sft-2"}})

@@ -13,6 +13,7 @@ from hpc_rl.cli.text import status_text
 from hpc_rl.errors import UserError
 from hpc_rl.run_dir import RunDir, terminated_file
 from hpc_rl.runs import control, status
+from hpc_rl.runs.folders import remember
 from hpc_rl.runs.status import RunStatus, current_job, lost_nodes, process_start_time, status_of, statuses_of
 from hpc_rl.slurm import commands
 from tests.fake_slurm import fake_slurm
@@ -336,3 +337,54 @@ def test_many_runs_on_one_file_system_are_one_question_about_its_space(
         run.path.mkdir()
     assert [found.disk for found in statuses_of(runs)] == ["full"] * 3
     assert len(asked) == 1
+
+
+@pytest.mark.parametrize(
+    ("recorded", "by_this_user", "state", "reason", "code"),
+    [
+        ("7|CANCELLED by 54321|0:0|None assigned|None", False, "CANCELLED", "by the user with the id 54321", None),
+        (f"7|CANCELLED by {os.getuid()}|0:15|node1|None", False, "CANCELLED", "by you", 143),
+        ("7|CANCELLED|0:0|node1|None", True, "CANCELLED", "by you", None),
+        ("7|CANCELLED|0:0|node1|None", False, "CANCELLED", "by you or an administrator", None),
+        ("7|CANCELLED|0:0|None assigned|BeginTime", True, "CANCELLED", "by you", None),
+        ("7|CANCELLED by 0|0:0||DependencyNeverSatisfied", False, "CANCELLED", "DependencyNeverSatisfied", None),
+        ("7|TIMEOUT|0:0|node1|None", False, "TIMEOUT", "", None),
+        ("7|COMPLETED|0:0|node1|None", False, "COMPLETED", "", 0),
+    ],
+)
+def test_a_job_that_slurm_ended_has_no_exit_code_0(
+    running: RunDir,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    recorded: str,
+    by_this_user: bool,
+    state: str,
+    reason: str,
+    code: int | None,
+) -> None:
+    programs = fake_slurm(tmp_path, monkeypatch)
+    (programs / "sacct").write_text(f"#!/bin/sh\necho '{recorded}'\n")
+    if by_this_user:
+        control.cancel_jobs([RunStatus("x", str(running.path), "7", "RUNNING")])
+    now = status_of(running)
+    assert (now.state, now.reason, now.exit_code) == (state, reason, code)
+
+
+def test_a_run_is_found_by_the_id_of_any_of_its_jobs_from_any_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fake_slurm(tmp_path, monkeypatch)
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    run = RunDir(tmp_path / "project" / "runs" / "sft-1")
+    run.path.mkdir(parents=True)
+    run.job.write_text(json.dumps({"job_id": "9"}))
+    (run.path / "job-7.log").touch()
+    remember(run.path.parent)
+    (tmp_path / "other").mkdir()
+    monkeypatch.chdir(tmp_path / "other")
+    assert status.find_run("9") == status.find_run("7") == run
+    with pytest.raises(UserError, match="Slurm has no record of it, which without accounting is so some minutes after"):
+        status.find_run("8")
+    (tmp_path / "slurm" / "sacct").write_text("#!/bin/sh\necho '8|TIMEOUT|0:0|node1|None'\n")
+    with pytest.raises(UserError, match="in Slurm's accounting it is TIMEOUT, without the path of its log"):
+        status.find_run("8")

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from hpc_rl.cli.text import runs_table
+from hpc_rl.cli.text import runs_table, status_text
 from hpc_rl.errors import UserError
 from hpc_rl.runs import table
 from hpc_rl.runs.run_sets import find_run_set
@@ -143,3 +143,15 @@ def test_filter_by_state_and_value(root: Path) -> None:
     assert table.filtered(rows, ["RUNNING"]) == []
     with pytest.raises(UserError, match=r"--filter optim.lrr=1: no run has 'optim.lrr'; give a state, or KEY=VALUE"):
         table.filtered(rows, ["optim.lrr=1"])
+
+
+def test_an_evaluation_names_model_and_data_and_shows_its_score(root: Path) -> None:
+    make_run(root / "eval-1", "2025-01-01T00:00:00", "COMPLETED", {"generate/score": 0.7, "eval/score": 0.75})
+    job = json.loads((root / "eval-1" / "job.json").read_text())
+    (root / "eval-1" / "job.json").write_text(json.dumps({**job, "kind": "eval"}))
+    config = {"model": {"path": "/runs/sft-1/model"}, "data": {"files": ["d/test.jsonl", "d/hard.jsonl"]}}
+    (root / "eval-1" / "config.yaml").write_text(json.dumps(config))
+    rows = table.all_runs(Path("runs"))
+    assert "eval/score 0.75  sft-1 on test, hard" in runs_table(rows)
+    text = status_text(rows[0].status)
+    assert "eval/score" in text and "generate/score" not in text

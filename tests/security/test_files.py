@@ -29,7 +29,7 @@ from hpc_rl.images.build import _workplace
 from hpc_rl.run_dir import RunDir, submitting
 from hpc_rl.runs import control
 from hpc_rl.runs.status import process_start_time, status_of
-from hpc_rl.submission.preflight.checks import check_run_dir
+from hpc_rl.submission.preflight.folders import check_run_dir
 from hpc_rl.submission.requeue import _own_script, requeue
 from tests.fake_slurm import calls, fake_slurm
 from tests.security.intruder import INTRUDER, as_intruder

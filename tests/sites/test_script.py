@@ -3,6 +3,7 @@
 import json
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -29,24 +30,118 @@ def test_golden_script_of_a_shipped_profile(name: str) -> None:
     check_shell(script)
 
 
-def test_modules_are_loaded_before_the_setup_and_a_missing_one_ends_the_job(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+# Environment Modules 3 (module.c, init/bash): an error is printed, and the exit code is that of `eval` without a text.
+MODULES_3 = """\
+module() {
+  case $1 in
+    use) [ -d "$2" ] && export MODULEPATH="$2:$MODULEPATH" ;;
+    load | swap)
+      shift
+      for name; do
+        case $name in
+          none*) echo "ModuleCmd_Load.c(213):ERROR:105: Unable to locate a modulefile for '$name'" >&2 ;;
+          warns) echo "WARNING: this version has known errors" >&2; LOADEDMODULES=$LOADEDMODULES:warns/1.0 ;;
+          fails) return 1 ;;
+          *) LOADEDMODULES=$LOADEDMODULES:$name/1.0 ;;
+        esac
+      done ;;
+  esac
+  echo "module $*"
+  eval ""
+}
+MODULEPATH= LOADEDMODULES=
+"""
+
+
+def with_modules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, **slurm: list[str]) -> tuple[Any, dict[str, Any]]:
+    """Run a job's script where `module` is defined as on many clusters."""
     init = tmp_path / "modules" / "init" / "bash"
-    init.parent.mkdir(parents=True)
-    init.write_text('module() { echo "module $*"; [ "$2" != missing ]; }\n')
-    job = torchrun_job(tmp_path / "run", **{"slurm.modules": ["cuda/12.4", "a b"], "slurm.setup": ["echo setup"]})
+    init.parent.mkdir(parents=True, exist_ok=True)
+    init.write_text(MODULES_3)
     with_home = f"export MODULESHOME={tmp_path}/modules\n"
     monkeypatch.setattr("tests.submission.test_script.render", lambda job: with_home + render(job))
-    done, seen = run_script(job, tmp_path)
+    job = torchrun_job(tmp_path / "run", **{f"slurm.{key}": value for key, value in slurm.items()})
+    return run_script(job, tmp_path)
+
+
+def test_modules_are_loaded_before_the_setup(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    done, seen = with_modules(tmp_path, monkeypatch, modules=["cuda/12.4", "a b"], setup=["echo setup"])
     assert done.returncode == 0, done.stderr
-    assert done.stdout.splitlines()[:3] == ["module load cuda/12.4", "module load a b", "setup"]
+    assert done.stdout.splitlines()[:3] == ["module cuda/12.4", "module a b", "setup"]
     assert seen["argv"][-1] == "train.py"
+
+
+def test_folders_of_modules_are_added_before_modules_are_loaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    paths = [str(tmp_path)]
+    done, _ = with_modules(tmp_path, monkeypatch, module_paths=paths, modules=["cuda"], setup=["echo $MODULEPATH"])
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[:3] == [f"module use {tmp_path}", "module cuda", f"{tmp_path}:"]
+
+
+@pytest.mark.parametrize(
+    ("slurm", "said"),
+    [
+        ({"modules": ["fails"]}, "module load fails (slurm.modules): failed with exit code 1."),
+        ({"modules": ["cuda", "none"]}, "module load none (slurm.modules): failed with exit code 1."),
+        ({"module_paths": ["/nowhere"]}, "module use /nowhere (slurm.module_paths): failed with exit code 1 at: ["),
+        ({"setup": ["module load cuda none"]}, "module load cuda none (slurm.setup): failed with exit code 1."),
+        ({"setup": ["module swap cuda none"]}, "module swap cuda none (slurm.setup): failed with exit code 1."),
+        ({"setup": ["ml() { module load $1; }", "ml none && true"]}, "ml none && true (slurm.setup): failed"),
+        ({"setup": ["source $MODULESHOME/init/bash; module load none || exit"]}, "at: module load none || exit"),
+        ({"setup": ["module load none || true"]}, None),
+        ({"setup": ["module load warns", "module swap a b", "module purge"], "modules": ["warns"]}, None),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_a_module_that_is_not_loaded_ends_the_job(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, slurm: dict[str, list[str]], said: str | None
+) -> None:
+    done, seen = with_modules(tmp_path, monkeypatch, **slurm)
+    assert (done.returncode, bool(seen)) == ((2, False) if said else (0, True)), done.stderr
+    assert (said or "") in done.stderr
+
+
+def test_programs_of_the_set_up_and_what_follows_have_the_modules_as_they_were(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    setup = ["source $MODULESHOME/init/bash; export -f module", "bash -c 'module load set-up'"]
+    epilogue = ["bash -c 'module load epilogue'", "declare -F", "declare -f module"]
+    done, _ = with_modules(tmp_path, monkeypatch, setup=setup, epilogue=epilogue)
+    assert done.returncode == 0, done.stderr
+    assert "module set-up" in done.stdout and "module epilogue" in done.stdout
+    assert "declare -fx module" in done.stdout and "unwatched_module" not in done.stdout
+
+
+def test_code_of_others_counts_by_its_exit_code_alone(tmp_path: Path) -> None:
+    """As `conda shell.bash hook` and `activate` do: commands inside fail, and nothing is wrong."""
+    (tmp_path / "hook").write_text("false\nconda() { false; [ $2 != missing ]; }\ntrue\n")
+    setup = [f"source {tmp_path}/hook", f'eval "$(sed 1d {tmp_path}/hook)"', "conda activate rl"]
+    done, seen = run_script(torchrun_job(tmp_path / "run", **{"slurm.setup": setup}), tmp_path)
+    assert (done.returncode, bool(seen)) == (0, True), done.stderr
     (tmp_path / "seen.json").unlink()
-    missing = torchrun_job(tmp_path / "run", **{"slurm.modules": ["missing"]})
-    done, seen = run_script(missing, tmp_path)
+    job = torchrun_job(tmp_path / "run", **{"slurm.setup": [*setup[:2], "conda activate missing"]})
+    done, seen = run_script(job, tmp_path)
     assert (done.returncode, seen) == (2, {})
-    assert done.stderr.strip().endswith("cannot load the module missing (slurm.modules)")
+    assert "conda activate missing (slurm.setup): failed with exit code 1" in done.stderr
+
+
+def test_a_set_up_that_activates_another_python_is_reported(tmp_path: Path) -> None:
+    job = torchrun_job(tmp_path / "run", **{"slurm.setup": ["export VIRTUAL_ENV=/envs/rl"]})
+    done, _ = run_script(job, tmp_path)
+    said = "hpc-rl: the set-up activates /envs/rl, but the job runs with /usr/bin/python3: set slurm.python to choose\n"
+    assert (done.returncode, done.stderr) == (0, said)
+    job = torchrun_job(tmp_path / "run", **{"slurm.setup": ["export VIRTUAL_ENV=/usr"]})
+    done, _ = run_script(job, tmp_path)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_without_its_support_file_a_script_does_not_run(tmp_path: Path) -> None:
+    job = torchrun_job(tmp_path / "run", **{"slurm.setup": ["true"]})
+    done, seen = run_script(job, tmp_path, first=f"rm {job.run_dir.support}\n")
+    assert (done.returncode, seen) == (2, {})
+    assert f"cannot read {job.run_dir.support}: submit the run again" in done.stderr
 
 
 @pytest.mark.parametrize("exits", [0, 3])
@@ -65,3 +160,74 @@ def test_the_epilogue_runs_before_a_requeue(tmp_path: Path) -> None:
     assert done.returncode == 75
     assert done.stdout.splitlines() == ["hpc-rl: saved before the walltime; job 7 is queued again", "left with 75"]
     assert json.loads(job.run_dir.status.read_text())["state"] == "REQUEUED"
+
+
+# Each of these lines fails without ending bash: what the message has to contain.
+FAILING = {
+    "cd /nowhere && true": "cd /nowhere && true (slurm.setup): failed with exit code 1. Correct the line",
+    "missing_program sync": "missing_program sync (slurm.setup): failed with exit code 127.",
+    "source /nowhere/env.sh": "source /nowhere/env.sh (slurm.setup): failed",
+    "cd /nowhere; true": "cd /nowhere (slurm.setup): failed",
+    "cd /nowhere && true; export X=1": "cd /nowhere && true (slurm.setup): failed",
+    "[ -d / ] && cd /nowhere && true": "failed with exit code 1",
+    "missing_program | cat": "missing_program | cat (slurm.setup): failed with exit code 127",
+    "(cd /nowhere; true)": "(cd /nowhere; true) (slurm.setup): failed",
+    "{ cd /nowhere; true; }": "{ cd /nowhere; true; } (slurm.setup): failed",
+    "export X=$(missing_program)": "export X=$(missing_program) (slurm.setup): failed with exit code 127",
+    'eval "$(missing_program hook)"': "failed with exit code 127",
+    "source <(missing_program hook)": "failed with exit code 127",
+    "for f in $(missing_program); do echo $f; done": "failed with exit code 127",
+    "if true; then\n  cd /nowhere\n  true\nfi": "failed with exit code 1",
+    "prepare() { cd /nowhere; true; }\nprepare": "prepare (slurm.setup): failed with exit code 1 at: cd /nowhere",
+    "function prepare { cd /nowhere && true; }\nprepare": "prepare (slurm.setup): failed",
+    "for i in 1 2; do\n  false\ndone": "failed with exit code 1",
+    "! true": "! true (slurm.setup): failed",
+    "[ -d /nowhere ]": "[ -d /nowhere ] (slurm.setup): failed",
+    "exit 0": "ended with exit code 0 before the job step, at: exit 0 (slurm.setup)",
+    "cd /nowhere || exit 5": "ended with exit code 5 before the job step, at: cd /nowhere || exit 5",
+    "set -e; false": "false (slurm.setup): failed",
+    "set -u\necho $NOT_SET": "ended with exit code 1 before the job step, at: echo $NOT_SET",
+    "echo ${NOT_SET:?no}": "before the job step, at: echo ${NOT_SET:?no}",
+    "readonly A=1\nA=2": "A=2 (slurm.setup): failed",
+    "return 0": "return 0 (slurm.setup): failed",
+    "cat <<EOF | missing_program\ntext\nEOF": "failed with exit code 127",
+    "export UID=5": "export UID=5 (slurm.setup): failed",
+    "trap - ERR DEBUG\ncd /nowhere && true": "cd /nowhere && true (slurm.setup): failed",
+}
+PASSING = [
+    "[ -d /nowhere ] && cd /nowhere",
+    "[[ a == b ]] && false",
+    "command -v missing_program > /dev/null && missing_program",
+    "grep -q nothing /dev/null && false",
+    "missing_program || true",
+    "if ! missing_program; then :; fi",
+    "X=$(missing_program) || X=1",
+    'if [ "$(missing_program | wc -l)" -gt 0 ]; then false; fi',
+    "yes | head -n 1",
+    "for d in /nowhere /; do [ -d $d ] && cd $d; done",
+    "echo \"a; b\" 'c; d' e\\; f",
+    "case x in x) echo a; echo b ;; esac; echo c # d; e",
+    "cat <<'EOF'\nfalse; a && b\nEOF",
+    "export A=1 \\\n  B=2",
+    "f() {\n  local x\n  x=1\n}\nf",
+    "set +e\ntrue",
+]
+
+
+@pytest.mark.parametrize("lines", FAILING)
+def test_a_step_of_the_set_up_that_fails_ends_the_job(tmp_path: Path, lines: str) -> None:
+    after = tmp_path / "after"
+    job = torchrun_job(tmp_path / "run", **{"slurm.setup": ["true", lines, f"touch {after}"]})
+    done, seen = run_script(job, tmp_path)
+    assert (done.returncode, seen, after.exists()) == (2, {}, False), done.stderr
+    assert FAILING[lines] in done.stderr
+    assert done.stderr.count("hpc-rl:") == 1
+    assert not list(Path("/tmp").glob(f"{os.getuid()}.7.setup.*"))
+
+
+@pytest.mark.parametrize("lines", PASSING)
+def test_what_a_line_handles_itself_is_no_failure(tmp_path: Path, lines: str) -> None:
+    job = torchrun_job(tmp_path / "run", **{"slurm.setup": lines.split("\n"), "slurm.env": {"MY_SET_UP": "done"}})
+    done, seen = run_script(job, tmp_path)
+    assert (done.returncode, seen.get("env", {}).get("MY_SET_UP")) == (0, "done"), done.stderr
+    assert "hpc-rl:" not in done.stderr

@@ -25,7 +25,7 @@ SCONTROL = (
 
 def test_sacct_takes_the_last_line_of_the_job() -> None:
     text = "7|REQUEUED|0:0|node1|None\n7|CANCELLED by 0|0:15|node[1-2]|None\n77|COMPLETED|0:0|node1|None\n"
-    assert read_sacct(text, "7") == JobState("CANCELLED", "node[1-2]", "", 143)
+    assert read_sacct(text, "7") == JobState("CANCELLED", "node[1-2]", "", 143, cancelled_by=0)
     assert read_sacct(text, "8") is None
     assert read_sacct("", "7") is None
 
@@ -41,7 +41,7 @@ def test_tasks_of_an_array_that_never_started_share_a_line() -> None:
     text = "1_1|CANCELLED by 0|0:0|node1|None\n1_[2-3,5%1]|CANCELLED by 0|0:0|None assigned|JobArrayTaskLimit\n"
     found = sacct_states(text)
     assert list(found) == ["1_1", "1_2", "1_3", "1_5"]
-    assert found["1_5"] == JobState("CANCELLED", "", "JobArrayTaskLimit", 0)
+    assert found["1_5"] == JobState("CANCELLED", "", "JobArrayTaskLimit", 0, cancelled_by=0)
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ import pytest
 from hpc_rl.config.compose import compose
 from hpc_rl.errors import UserError
 from hpc_rl.submission.hub import hub_cache
+from hpc_rl.submission.preflight import hub_names
 from hpc_rl.submission.preflight.data import check_train_data
 from hpc_rl.submission.preflight.hub_names import refuse_mistyped
 from hpc_rl.submission.preflight.model import check_model_path
@@ -20,6 +21,9 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HF_HOME", str(tmp_path / "hf"))
     monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
+    monkeypatch.setattr(
+        hub_names, "hub_problem", lambda name, kind: "" if name.startswith("owner/") else "HUB LACKS IT"
+    )
     (tmp_path / "data").mkdir()
     (tmp_path / "data" / "train.jsonl").touch()
     (tmp_path / "tiny").mkdir()
@@ -63,9 +67,7 @@ def checked(name: str) -> str | None:
 def test_a_mistyped_data_folder_is_refused_and_a_fetched_data_set_accepted(folder: Path) -> None:
     with pytest.raises(UserError, match=r"data set dta: .*did you mean data\?"):
         checked("dta")
-    assert checked("owner/numbers") == (
-        "data set owner/numbers is a name on the hub: it is looked up when the job starts"
-    )
+    assert checked("owner/numbers") == "data set owner/numbers is on the hub: the job downloads it"
     prepared = folder / "hf/datasets/dta/default/0.0.0/abc"
     prepared.mkdir(parents=True)
     (prepared / "dataset_info.json").touch()
@@ -104,3 +106,19 @@ def test_the_jobs_own_setting_counts_more_than_the_shells(monkeypatch: pytest.Mo
 def test_data_sets_have_a_setting_of_their_own(variables: dict[str, str], models: str, data: str) -> None:
     found = hub_cache(compose("torchrun", []), variables)
     assert (found.offline, found.data_offline) == (models, data)
+
+
+def test_what_is_nowhere_is_refused_and_a_hub_of_the_job_is_not_asked() -> None:
+    def model(name: str, *words: str) -> str | None:
+        config = compose("sft", [f"model.path={name}", "data.train_files=a", "trainer.device=cpu", *words])
+        return check_model_path("model.path", name, frozenset(), hub_cache(config))
+
+    assert model("owner/m") == "model owner/m is on the hub: the job downloads it"
+    for name in ("nowhere/model", "gpt2"):
+        with pytest.raises(
+            UserError, match=f"model.path {name} is not a path here and not in the cache .*, and HUB LACKS"
+        ):
+            model(name)
+    with pytest.raises(UserError, match=r"data set squad is not a path here and not in the cache .*, and HUB LACKS IT"):
+        checked("squad")
+    assert "is looked up when the job starts" in str(model("nowhere/model", "slurm.env.HF_ENDPOINT=http://mirror"))

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 import hpc_rl
+from hpc_rl import api
 from hpc_rl.config.compose import compose, dump
 from hpc_rl.run_dir import RunDir
 from hpc_rl.submission.job import Job
@@ -45,6 +46,17 @@ def test_the_python_api_submits_what_the_command_line_submits(folder: Path) -> N
     assert [call.split()[0] for call in calls(folder)].count("sbatch") == 2
 
 
+def test_notebooks_show_tables_and_complete_names() -> None:
+    rows = api.Rows({"step": number, "<b>": None if number else 0.125} for number in range(100))
+    shown = rows._repr_html_()
+    assert "<th>&lt;b&gt;</th>" in shown and "<td>0.125</td>" in shown and "60 rows are not shown" in shown
+    assert shown.count("<tr>") == 1 + 2 * api.SHOWN_ROWS + 1
+    names = subprocess.run(
+        [sys.executable, "-c", "import hpc_rl; print(*dir(hpc_rl))"], capture_output=True, text=True, check=True
+    ).stdout.split()
+    assert set(hpc_rl.__all__) <= set(names)
+
+
 def test_what_a_run_can_be_asked(folder: Path) -> None:
     run = hpc_rl.submit("torchrun", ["trainer.device=cpu"], program=PROGRAM, note=print)
     record = {"step": 1, "total_steps": 2, "time": 1.0, "train/loss": 0.5}
@@ -54,7 +66,15 @@ def test_what_a_run_can_be_asked(folder: Path) -> None:
     assert run.logs() == "a line\n"
     status = {"job_id": "7", "attempt": 1, "state": "COMPLETED", "exit_code": 0}
     (run.path / "status.json").write_text(json.dumps(status))
-    assert run.wait(timeout_s=600).state == "COMPLETED"
+    lines: list[str] = []
+    assert run.wait(timeout_s=600, note=lines.append).state == "COMPLETED"
+    assert lines == [f"{run.name}: COMPLETED, step 1 of 2"]
+    assert hpc_rl.Run(run.name) == hpc_rl.Run(run.path) == run and repr(run) == f"Run('{run.name}')"
+    assert "<td>train/loss</td><td>0.5</td>" in run._repr_html_() and "COMPLETED" in run._repr_html_()
+    (row,) = hpc_rl.find_runs()
+    assert (row["run"], row["state"], row["metric"]) == (run.name, "COMPLETED", 0.5)
+    with pytest.raises(hpc_rl.UserError, match="nothing"):
+        hpc_rl.Run("nothing")
     with pytest.raises(hpc_rl.UserError, match=r"has not exported .*: its state is COMPLETED"):
         _ = run.model
     (run.path / "model").mkdir()

@@ -1,13 +1,19 @@
 import grp
 import json
 import os
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
+from typer.testing import CliRunner
 
-from hpc_rl.config.compose import dump
+from hpc_rl.cli import app
+from hpc_rl.config.compose import compose, dump
+from hpc_rl.config.groups import choices
+from hpc_rl.config.kinds import piped
+from hpc_rl.config.pipeline import expand, file_of_pipeline, load_pipeline
 from hpc_rl.errors import UserError
 from hpc_rl.submission import pipeline
 from hpc_rl.submission.pipeline import Asked
@@ -178,3 +184,31 @@ def test_a_local_pipeline_is_not_put_into_another_folder(tmp_path: Path, file: s
 def test_a_local_pipeline_waits_for_no_job(file: str) -> None:
     with pytest.raises(UserError, match="--local starts immediately: leave out --after"):
         pipeline.plan(Asked(file, ["model=model"], after="7", local=True))
+
+
+PAGE = Path(__file__).parents[2] / "docs" / "pipelines.md"
+FILES = re.findall(r"^```yaml\n(.*?)^```$", PAGE.read_text(), re.MULTILINE | re.DOTALL)
+
+
+@pytest.mark.parametrize("text", FILES)
+def test_the_files_of_the_page_are_pipelines(tmp_path: Path, text: str) -> None:
+    (tmp_path / "mine.yaml").write_text(text)
+    found = load_pipeline(str(tmp_path / "mine.yaml"))
+    given = {name: f"given-{name}.jsonl" for name, value in found.values.items() if value is None}
+    for stage in expand(found, given, found.rounds, tmp_path / "mine"):
+        compose(stage.kind, settings={"trainer.device": "cpu", **stage.options})
+
+
+def test_the_page_has_a_file_with_each_kind_of_stage() -> None:
+    kinds = {stage["kind"] for text in FILES for stage in yaml.safe_load(text)["stages"].values()}
+    before = {stage["kind"] for text in FILES for stage in yaml.safe_load(text).get("before", {}).values()}
+    assert kinds | before == set(piped())
+
+
+def test_a_shipped_pipeline_is_shown_with_its_path() -> None:
+    for name in choices("pipeline"):
+        done = CliRunner().invoke(app, ["chain", "--show", name])
+        path = file_of_pipeline(name)
+        assert done.exit_code == 0 and done.stdout == path.read_text() and str(path) in done.stderr
+    done = CliRunner().invoke(app, ["chain", "--show", "iterativ-dpo"])
+    assert "did you mean iterative-dpo?" in str(done.exception)

@@ -16,9 +16,12 @@ from hpc_rl.config.compose import compose
 from hpc_rl.errors import UserError
 from hpc_rl.host.disk import Space
 from hpc_rl.run_dir import RunDir
+from hpc_rl.slurm.commands import NodeListing
 from hpc_rl.submission.job import Job
-from hpc_rl.submission.preflight import checks, program
+from hpc_rl.submission.preflight import checks, folders, program
+from tests.fake_slurm import fake_slurm
 from tests.helpers import make_tiny_model
+from tests.small_disk import needs_root, small_disk
 
 ENDPOINT = {"agent__endpoint": "loopback"}
 
@@ -353,6 +356,99 @@ def test_little_space_for_the_run_directory_is_a_warning(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, files: int, warned: bool
 ) -> None:
     space = Space("/scratch", "nfs", 10**9, files, False)
-    monkeypatch.setattr(checks, "space_of", lambda _: space)
-    said = checks.check_run_dir(tmp_path / "run")
+    monkeypatch.setattr(folders, "space_of", lambda _: space)
+    said = folders.check_run_dir(tmp_path / "run")
     assert said == (f"run directory {tmp_path}/run: {space}, which is little for a job" if warned else None)
+
+
+ELSEWHERE = {
+    "data.train_files": ["/node/train.jsonl"], "data.val_files": ["/node/data/val.parquet"],
+    "model.path": "/node/model", "model.tokenizer_path": "/node/model", "data.chat_template": "/node/chat.jinja",
+    "reward.function": "/node/score.py:score", "environment.name": "/node/world.py:World",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("key", ELSEWHERE)
+@pytest.mark.usefixtures("folder")
+def test_files_of_the_nodes_alone_can_be_named(key: str) -> None:
+    changes = {key: ELSEWHERE[key]}
+    with pytest.raises(UserError, match="/node/"):
+        check_ppo(**changes)
+    assert check_ppo(**changes, slurm__node_folders=["/node"]) == []
+    with pytest.raises(UserError, match="/node/"):
+        check_ppo(**changes, slurm__node_folders=["/nod", "/node/else"])
+
+
+@pytest.mark.usefixtures("folder")
+def test_a_program_of_the_nodes_alone_can_be_named() -> None:
+    config = compose("ray", [], {"slurm.node_folders": ["/node"]})
+    for words in (("python", "/node/driver.py"), ("/node/driver",)):
+        with pytest.raises(UserError, match="/node/driver"):
+            check_ray(*words)
+        assert checks.check(Job("ray", config, RunDir(Path("run").absolute()), Path.cwd(), words)) == []
+
+
+def test_a_folder_of_the_nodes_is_a_full_path() -> None:
+    with pytest.raises(UserError, match=r"node_folders.*local is not a full path"):
+        compose("sft", [], {"model.path": "m", "data.train_files": ["a"], "slurm.node_folders": ["local"]})
+
+
+@needs_root
+@pytest.mark.parametrize(("code", "warned"), [(1, True), (0, False)])
+def test_a_run_directory_on_a_disk_of_this_machine_is_a_warning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int, warned: bool
+) -> None:
+    programs = fake_slurm(tmp_path, monkeypatch)
+    (programs / "scontrol").write_text(f"#!/bin/bash\nexit {code}\n")
+    nodes = NodeListing()
+    monkeypatch.setattr(nodes, "groups", lambda: ["a group"])
+    with small_disk(tmp_path / "disk") as disk:
+        said = folders.check_shared(disk.path / "runs" / "a", Path("/proc"), nodes)
+        assert bool(said) == warned
+        if warned:
+            assert said and said.startswith(
+                f"run directory {disk.path}/runs/a is on {disk.path} (tmpfs), which looks like"
+            )
+            assert "Folder" not in said and "\n" not in said
+        monkeypatch.setattr(nodes, "groups", list)  # there is no cluster
+        assert folders.check_shared(disk.path, Path("/proc"), nodes) is None
+    monkeypatch.setattr(nodes, "groups", lambda: ["a group"])
+    assert folders.check_shared(Path("/proc/x"), Path("/proc"), nodes) is None
+
+
+@pytest.mark.parametrize(
+    ("code", "missing"),
+    [
+        ("import no_such_package\n", "no_such_package"),
+        ("from no_such_package.part import name\n", "no_such_package"),
+        ("import helper\n", "no_such_package"),
+        ("import json, helper_without\nfrom . import x\n", None),
+        ("try:\n    import no_such_package\nexcept ImportError:\n    pass\n", None),
+        ("import sys\nsys.path.append('/elsewhere')\nimport no_such_package\n", None),
+    ],
+)
+def test_packages_that_a_reward_imports_are_there(folder: Path, code: str, missing: str | None) -> None:
+    (folder / "helper.py").write_text("import no_such_package, score\n")
+    (folder / "helper_without.py").touch()
+    (folder / "score.py").write_text(f"{code}\ndef score(response, reference):\n    return 1.0\n")
+    if missing is None:
+        assert check_ppo() == []
+        return
+    with pytest.raises(UserError, match=rf"reward.function score.py:score needs {missing}, and .* install it there,"):
+        check_ppo()
+
+
+def test_tools_need_a_template_that_shows_them(folder: Path) -> None:
+    (folder / "tools.py").write_text(
+        "def add(a: int, b: int) -> int:\n    return a + b\n\n"
+        "class Shop:\n    def buy(self, item: str) -> str:\n        return item\n\n"
+        "    def step(self, text):\n        return text, True\n"
+    )
+    plain = "{% for m in messages %}{{ m.content }}{% endfor %}"
+    (folder / "plain.jinja").write_text(plain)
+    (folder / "tools.jinja").write_text("{{ tools }}" + plain)
+    for used in ({"environment__tools": ["tools.py:add"]}, {"environment__name": "tools.py:Shop"}):
+        assert check_ppo(**used, data__chat_template="tools.jinja") == []
+        assert check_ppo(**used, data__chat_template="plain.jinja", environment__tool_format="json") == []
+        with pytest.raises(UserError, match="the chat template shows the model no tools"):
+            check_ppo(**used, data__chat_template="plain.jinja")

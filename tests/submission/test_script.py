@@ -17,7 +17,7 @@ from hpc_rl.config.compose import compose, load_config
 from hpc_rl.errors import UserError
 from hpc_rl.run_dir import RunDir
 from hpc_rl.submission.job import Job
-from hpc_rl.submission.script import bash_word, directive_word, render
+from hpc_rl.submission.script import bash_word, directive_word, render, support_text
 from tests.helpers import write_python_program
 from tests.small_disk import needs_root, small_disk
 
@@ -78,6 +78,7 @@ def run_script(
         (programs / name).chmod(0o755)
     write_python_program(programs / "srun", FAKE_SRUN, "-SE")
     job.run_dir.path.mkdir(parents=True, exist_ok=True)
+    job.run_dir.support.write_text(support_text())
     environ = {
         "PATH": f"{programs}:{os.environ['PATH']}",
         **{"SEEN": str(tmp / "seen.json"), "STEP_EXITS": str(exits), "STEP": step, "TMPDIR": str(tmp / "tmp")},
@@ -151,6 +152,7 @@ def test_golden(name: str) -> None:
     one_line.filter(lambda t: t not in (".", "..") and "/" not in t and "\\" not in t and len(t.encode()) < 200),
     one_line,
 )
+@example("a", "=", "b", "c")
 @example(NASTY, NASTY, NASTY.replace("\n", " ").replace("\\", "").replace("\t", " ").replace("/", ""), "a;b $c'd")
 @settings(max_examples=40, phases=QUICK)
 def test_no_value_breaks_out_and_all_arrive(argument: str, variable: str, name: str, job_name: str) -> None:
@@ -410,7 +412,7 @@ def test_a_second_job_in_the_run_directory_is_refused_and_changes_nothing(tmp_pa
         done, seen = run_script(job, tmp_path)
         assert (done.returncode, seen) == (2, {})
         assert "finds job 6 running in" in done.stderr
-        assert [path.name for path in job.run_dir.path.iterdir()] == [".lock"]
+        assert [path.name for path in sorted(job.run_dir.path.iterdir())] == [".lock", "support.sh"]
         lock.write("7\n")  # a lock that outlived an earlier attempt of this very job
         lock.flush()
         assert run_script(job, tmp_path)[0].returncode == 0

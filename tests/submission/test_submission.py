@@ -10,15 +10,18 @@ from pathlib import Path
 
 import pytest
 
+from hpc_rl.config.compose import compose, dump
 from hpc_rl.errors import UserError
 from hpc_rl.run_dir import RunDir
 from hpc_rl.runs.run_sets import SweepDir
 from hpc_rl.submission import chain
 from hpc_rl.submission.job import Job
+from hpc_rl.submission.launch import prepare
 from hpc_rl.submission.preflight.checks import partition
 from hpc_rl.submission.request import Request
 from hpc_rl.submission.requeue import requeue, requeue_all
 from tests.fake_slurm import calls, fake_slurm
+from tests.helpers import make_tiny_model
 from tests.small_disk import needs_root, small_disk
 
 PROGRAM = ("trainer.device=cpu", "--", "train.py")
@@ -95,14 +98,86 @@ def test_of_four_submissions_of_a_run_at_the_same_time_one_is_accepted(
 def test_a_run_that_has_started_waits_no_longer(tmp_path: Path) -> None:
     job = {"job_id": "5", "after": "3", "working_dir": str(tmp_path)}
     mine = run(tmp_path, job=job, status={"job_id": "5", "attempt": 1, "state": "FAILED", "exit_code": 1})
-    assert requeue(mine) == "submitted job 7: run mine will resume (previous state: FAILED)"
+    assert requeue(mine) == (
+        "submitted job 7: run mine starts from the beginning: it has no checkpoint (previous state: FAILED)"
+    )
     assert not any("--dependency" in call for call in calls(tmp_path))
+
+
+def started(folder: Path, kind: str, state: str, *words: str) -> RunDir:
+    """A run whose last attempt has ended, and its data."""
+    (folder / "train.jsonl").write_text('{"question": "1 + 1?", "answer": "2"}\n')
+    words = ("model.path=model", "trainer.device=cpu", "data.prompt_key=question", *words)
+    config = compose(kind, words)
+    job = {
+        "job_id": "5",
+        "kind": kind,
+        "working_dir": str(folder),
+        "data": Job(kind, config, RunDir(folder), folder).data_state,
+    }
+    found = run(folder, job=job, status={"job_id": "5", "attempt": 1, "state": state, "exit_code": 1})
+    found.config.write_text(dump(config))
+    return found
+
+
+SFT = ("data.train_files=train.jsonl", "data.response_key=answer", "data.train_batch_size=1")
+EVAL = ("data.files=train.jsonl", "reward.function=score.py:score")
+
+
+def test_a_requeued_run_is_checked_as_when_it_was_submitted(tmp_path: Path) -> None:
+    make_tiny_model(tmp_path / "model")
+    (tmp_path / "score.py").write_text("def score(response, answer):\n    return 1.0\n")
+    mine = started(tmp_path, "eval", "FAILED", *EVAL)
+    assert "run mine starts from the beginning" in requeue(mine)
+    for text, said in {
+        "import no_such_package\ndef score(response, answer):\n    return 1.0\n": "score needs no_such_package",
+        "def other(response, answer):\n    return 1.0\n": "no 'score' in score.py",
+    }.items():
+        (tmp_path / "score.py").write_text(text)
+        with pytest.raises(UserError, match=said):
+            requeue(mine)
+    assert sum(call.startswith("sbatch ") for call in calls(tmp_path)) == 1
+
+
+def test_a_run_does_not_resume_in_the_middle_of_other_data(tmp_path: Path) -> None:
+    make_tiny_model(tmp_path / "model")
+    mine, data = started(tmp_path, "sft", "FAILED", *SFT), tmp_path / "train.jsonl"
+    data.write_text(data.read_text() * 2)
+    assert "starts from the beginning" in requeue(mine), "nothing is resumed"
+    (mine.checkpoints / "step-00000040").mkdir(parents=True)
+    with pytest.raises(UserError, match=r"train.jsonl has \d+ bytes, and had \d+ when run mine was submitted"):
+        requeue(mine)
+    data.write_text(data.read_text()[: data.stat().st_size // 2])
+    submitted, note = requeue(mine).splitlines()
+    assert submitted == "submitted job 7: run mine resumes from step-00000040 (previous state: FAILED)"
+    assert note.startswith("train.jsonl was written again after run mine was submitted")
+
+
+def test_finished_blocks_are_what_a_generation_resumes_from(tmp_path: Path) -> None:
+    make_tiny_model(tmp_path / "model")
+    mine = started(tmp_path, "generate", "CANCELLED", "data.files=train.jsonl")
+    mine.response_parts.mkdir()
+    (mine.response_parts / "000000.jsonl").touch()
+    assert "run mine resumes from 1 finished block (" in requeue(mine)
+
+
+@pytest.mark.parametrize(("word", "accepted"), [("slurm.time=10:00", False), ("trainer.total_epochs=9", True)])
+def test_a_completed_run_is_not_queued_again_for_nothing(tmp_path: Path, word: str, accepted: bool) -> None:
+    make_tiny_model(tmp_path / "model")
+    started(tmp_path, "sft", "COMPLETED", *SFT)
+    words = ("model.path=model", "trainer.device=cpu", "data.prompt_key=question", *SFT, word)
+    request = Request("sft", words, settings={"slurm.job_name": "mine"})
+    if accepted:
+        assert prepare(request, print)
+    else:
+        with pytest.raises(UserError, match="run mine has completed, and the job would have nothing to do"):
+            prepare(request, print)
 
 
 def test_a_run_that_never_started_still_waits(tmp_path: Path) -> None:
     job = {"job_id": "5", "after": "3", "working_dir": str(tmp_path)}
     mine = run(tmp_path, job=job, status={"job_id": "5", "attempt": 0, "state": "CANCELLED", "exit_code": None})
-    with pytest.raises(UserError, match="--after 3: Slurm has no such job"):
+    with pytest.raises(UserError, match="--after 3: Slurm has no record of this job"):
         requeue(mine)
 
 

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import io
 import json
 from pathlib import Path
 
@@ -8,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hpc_rl.tracking.formatting import duration, number, step_line
-from hpc_rl.tracking.metrics import MetricsFile, parse_line, read_metrics, read_thinned
+from hpc_rl.tracking.metrics import MetricsFile, parse_line, read_metrics, read_thinned, write_csv
 
 
 def steps_and_losses(path: Path) -> list[tuple[int, float]]:
@@ -115,3 +116,41 @@ def test_a_line_shows_what_there_is() -> None:
     record |= {"train/grad_norm": 0.871, "perf/tokens_per_s": 12345.0, "perf/throughput": 6172.5}
     record |= {"perf/mfu": 0.412, "perf/eta_s": 62}
     assert step_line(record).endswith("grad 0.871 | 12.3k tok/s | 6172 tok/s each | MFU 41.2% | ETA 1:02")
+
+
+def lines_of(path: Path) -> list[tuple[int, list[str]]]:
+    """Step and own keys of each line, as a program that knows nothing of attempts reads them."""
+    records = [json.loads(line) for line in path.read_text().splitlines()]
+    return [(record["step"], [key for key in record if "/" in key]) for record in records]
+
+
+@pytest.mark.parametrize(
+    ("first", "key", "left"),
+    [
+        (1, "train/loss", []),
+        (3, "train/loss", [(1, ["train/loss"]), (2, ["train/loss"])]),
+        (4, "train/loss", [(1, ["train/loss"]), (2, ["train/loss"]), (3, ["train/loss"])]),
+        (3, "val/loss", [(1, ["train/loss"]), (2, ["train/loss"]), (3, ["train/loss"])]),
+    ],
+)
+def test_an_attempt_removes_the_lines_of_the_steps_that_it_repeats(
+    tmp_path: Path, first: int, key: str, left: list[tuple[int, list[str]]]
+) -> None:
+    path = tmp_path / "metrics.jsonl"
+    before = MetricsFile(path)
+    for step in (1, 2, 3):
+        before.write(step, 9, {"train/loss": 1.0})
+    with path.open("a") as file:
+        file.write('{"step": 4, "total')  # the process was killed
+    after = MetricsFile(path)
+    after.write(first, 9, {key: 2.0})
+    after.write(first + 1, 9, {key: 2.0})
+    found = [one for one in path.read_text().splitlines() if one]
+    path.write_text("".join(f"{line}\n" for line in found))
+    assert lines_of(path) == [*left, (first, [key]), (first + 1, [key])]
+
+
+def test_metrics_as_csv_have_one_row_per_step_and_a_column_for_each_metric() -> None:
+    out = io.StringIO()
+    write_csv([{"step": 1, "total_steps": 2, "time": 5.0, "a/b": 0.5}, {"step": 2, "a/b": None, "val/loss": 1.0}], out)
+    assert out.getvalue() == "step,total_steps,time,a/b,val/loss\n1,2,5.0,0.5,\n2,,,,1.0\n"

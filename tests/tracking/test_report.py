@@ -231,11 +231,29 @@ def luminance(colour: str) -> float:
 
 def test_evaluations_are_a_table_that_compares_runs(tmp_path: Path) -> None:
     metric = {"value": 0.5, "low": 0.25, "high": 0.75, "prompts": 4}
-    data = {"name": "test", "prompts": 4, "truncated": 0.125, "failed": 1, "metrics": {"pass@1": metric}}
-    evaluation = {"n": 8, "temperature": 1.0, "interval": "95%, bootstrap", "data": [data]}
+    data = {
+        "name": "test",
+        "file": "test.jsonl",
+        "prompts": 4,
+        "truncated": 0.125,
+        "failed": 1,
+        "metrics": {"pass@1": metric},
+    }
+    evaluation = {
+        "model": "/runs/sft-1/model",
+        "n": 8,
+        "temperature": 1.0,
+        "interval": "95%, bootstrap",
+        "data": [data],
+    }
     runs = [make_run(tmp_path, name) for name in ("one", "two", "plain")]
     assert "Evaluation" not in page_of(*runs).text
     for run in runs[:2]:
         run.evaluation.write_text(json.dumps(evaluation))
     text = page_of(*runs).text
-    assert text.count("0.500 [0.250, 0.750]") == 2 and "12.5 %" in text and "In brackets: 95%, bootstrap." in text
+    assert (
+        text.count("sft-1") == 2
+        and text.count("0.500 [0.250, 0.750]") == 2
+        and "12.5 %" in text
+        and "In brackets: 95%, bootstrap." in text
+    )

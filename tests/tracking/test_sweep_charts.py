@@ -1,9 +1,11 @@
 from __future__ import annotations
 
+import pytest
+
 from hpc_rl.tracking.history import History
 from hpc_rl.tracking.recorded import Recorded
 from hpc_rl.tracking.report import render_page
-from hpc_rl.tracking.summary import first_mean, last_mean
+from hpc_rl.tracking.summary import first_mean, last_mean, result_of, run_summary
 from hpc_rl.tracking.sweep_charts import best_first, sweep_plots, swept_keys
 
 
@@ -36,6 +38,14 @@ def test_a_result_is_the_mean_of_the_last_tenth() -> None:
     assert (first_mean(points), last_mean(points)) == (1.0, 28.0)
     assert (first_mean(points[:19]), last_mean(points[:19])) == (0.0, 18.0)
     assert last_mean([]) is None
+
+
+@pytest.mark.parametrize("key", ["eval/score", "generate/score"])
+def test_a_metric_of_all_responses_so_far_has_its_last_value_as_result(key: str) -> None:
+    scored = run("s", {"a": "1"}, *[0.0] * 18, 0.6, 0.7, key=key)
+    assert result_of(scored, key) == 0.7 and ("Score", "0.7000") in run_summary(scored).numbers
+    better = run("t", {"a": "2"}, 0.8, key=key)
+    assert best_first([scored, better]) == [better, scored]
 
 
 def test_the_best_run_is_first_and_one_without_a_result_last() -> None:

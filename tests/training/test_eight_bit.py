@@ -34,7 +34,7 @@ from tests.training import eight_bit_ranks
 from tests.training.eight_bit_ranks import ALONE, begin, save, step, tensors
 
 needs_torchao = pytest.mark.skipif(
-    importlib.util.find_spec("torchao") is None, reason="torchao is not installed: pip install '.[torchao]'"
+    importlib.util.find_spec("torchao") is None, reason="torchao is not installed: make test-torchao"
 )
 EIGHT = "optim.moments=8bit"
 

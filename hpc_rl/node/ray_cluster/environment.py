@@ -52,11 +52,12 @@ def shared_environment(
         ENV_HEARTBEATS: str(scratch / BEATS),
     }
     kept = {name: value for name, value in environ.items() if name not in _OTHER_CLUSTER}
-    return {**defaults, **_with_hip(kept), **fixed}
+    return {**defaults, **kept, **fixed}
 
 
 def ray_environment(shared: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment of Ray's own processes: no proxies, no pause at the end, and no public metrics port."""
+    """Return the environment of Ray's own processes: no proxies (their workers have them), no pause at the end, and no
+    public metrics port."""
     no_metrics = {"DASHBOARD_METRIC_PORT": "-1"}
     return {**set_aside(shared), **no_metrics, "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S": "0"}
 
@@ -65,10 +66,3 @@ def driver_environment(shared: Mapping[str, str], gcs_address: str, python: Path
     """Return the driver's environment: `ray.init()` finds the cluster, and `python` on PATH is the job's."""
     path = f"{python.parent}:{shared['PATH']}" if shared.get("PATH") else str(python.parent)
     return {**shared, "PATH": path, "RAY_ADDRESS": gcs_address}
-
-
-def _with_hip(environ: dict[str, str]) -> dict[str, str]:
-    """Rename Slurm's ROCR_VISIBLE_DEVICES, which Ray rejects, to HIP_VISIBLE_DEVICES."""
-    if devices := environ.pop("ROCR_VISIBLE_DEVICES", None):
-        environ.setdefault("HIP_VISIBLE_DEVICES", devices)
-    return environ

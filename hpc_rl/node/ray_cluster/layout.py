@@ -16,7 +16,7 @@ from hpc_rl.host.numa import numa_defaults
 from hpc_rl.host.ray_token import TOKEN
 from hpc_rl.host.ray_version import check_ray, installed_ray
 from hpc_rl.host.scratch import held_scratch, local_folder, new_name
-from hpc_rl.node.entry import worker_defaults
+from hpc_rl.node.entry import repaired, worker_defaults
 from hpc_rl.node.network import choose_address
 from hpc_rl.node.ray_cluster.environment import shared_environment
 from hpc_rl.node.ray_cluster.limits import Grant, granted
@@ -75,9 +75,10 @@ class NodeLayout:
         """Return the variables that Ray's processes and the driver share."""
         threads = self.allocation.threads(options.processes)
         workers = worker_defaults(self.device, self.interface, options.interface, threads)
+        environ = repaired(os.environ, self.device, self.interface, self.allocation, self.address)
         return shared_environment(
-            os.environ,
-            {**workers, **jit_cache_defaults(os.environ, self.scratch), **numa_defaults(os.environ, self.device)},
+            environ,
+            {**workers, **jit_cache_defaults(environ, self.scratch), **numa_defaults(environ, self.device)},
             token=self.token,
             scratch=self.scratch,
             temp_dir=self.temp_dir,

@@ -23,7 +23,7 @@ SLOW_S = 10.0
 END_GRACE_S = 4.0
 LAST_LINES = 6
 _READ_LINES = 300
-_NOISE = re.compile(r"^\s*($|\[state-dump\]|\[[\d-]+ [\d:,]+ [DI] |\*\*\* StackTrace|/\S+\(.*\[0x[0-9a-f]+\])")
+_NOISE = re.compile(r"^\s*($|\[state-dump\]|\[[\d-]+ [\d:,]+ [DI] |\*\*\* StackTrace|/\S[^\s(]*\(.*\[0x[0-9a-f]+\])")
 """Lines of Ray's logs that do not name the trouble: levels debug and info, its regular dump of counters, and stacks."""
 _NAMES = {"gcs_server": "GCS server", "log_monitor": "log monitor"}
 """Ray's name of a process -> its name in messages."""

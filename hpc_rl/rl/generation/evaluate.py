@@ -7,7 +7,6 @@ import json
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from itertools import groupby
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -18,18 +17,19 @@ from hpc_rl.host.files import write_atomically, writing
 from hpc_rl.rewards.table import REWARDS
 from hpc_rl.rl.generation.responses import FAILED, TRUNCATED, Row, read_responses
 from hpc_rl.run_dir import RunDir
-from hpc_rl.tracking.evaluations import evaluation_text
+from hpc_rl.tracking.evaluations import data_names
 
 Extract = Callable[[str], str | None]
 """From a response to its answer; None if it has none."""
 
 
-def evaluate_run(config: EvalConfig, run: RunDir) -> str:
-    """Write eval.json, and return it as a table.
+def evaluate_run(config: EvalConfig, run: RunDir) -> dict[str, Any]:
+    """Write eval.json, and return it.
 
     Raises:
         RunError: it cannot be written, for example to a full disk.
     """
+    names = data_names(config.data.files)
     rows, extract = list(read_responses(run.responses)), extraction(config.reward.function)
     found = {
         "model": config.model.path,
@@ -42,7 +42,7 @@ def evaluate_run(config: EvalConfig, run: RunDir) -> str:
         "data": [
             {
                 "file": name,
-                "name": Path(name).stem,
+                "name": names[name],
                 **evaluate(list(own), config.eval.correct, extract, config.trainer.seed),
             }
             for name, own in groupby(rows, key=lambda row: row["data"])
@@ -50,7 +50,7 @@ def evaluate_run(config: EvalConfig, run: RunDir) -> str:
     }
     with writing(run.evaluation):
         write_atomically(run.evaluation, json.dumps(found, indent=1) + "\n")
-    return evaluation_text([(run.name, found)])
+    return found
 
 
 def extraction(function: str | None) -> Extract | None:

@@ -11,16 +11,14 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-import numpy as np
-
 from hpc_rl.config.generate import GenerateConfig
 from hpc_rl.errors import EXIT_STOPPED, RunError
 from hpc_rl.host.heartbeat import heart
 from hpc_rl.rewards.scorer import Scores
 from hpc_rl.rl.generation.feeder import Feeder
+from hpc_rl.rl.generation.measures import REWARD_ERRORS, as_metrics, combined, measure
 from hpc_rl.rl.generation.plan import Block, Plan
-from hpc_rl.rl.generation.responses import FAILED, TRUNCATED, Parts, finish_of, response_rows
-from hpc_rl.rl.metrics import conversation_metrics
+from hpc_rl.rl.generation.responses import Measures, Parts, response_rows
 from hpc_rl.rl.rollout.engine import Completion
 from hpc_rl.rl.rollout.request_queue import RequestQueue
 from hpc_rl.rl.scoring import Scoring, last_turns
@@ -49,6 +47,7 @@ class BlockResult:
     block: Block
     completions: list[Completion]
     scores: Scores | None
+    measures: Measures
 
 
 @dataclass
@@ -74,8 +73,8 @@ class Generation:
     """Responses of this attempt that are written."""
     tokens: int = 0
     """Their tokens."""
-    is_scored: bool = False
-    """Whether a finished response has a score, of this attempt or of an earlier one."""
+    measures: Measures = field(default_factory=dict)
+    """Of all finished blocks, of this attempt and of earlier ones."""
 
 
 class NothingScoredError(RunError):
@@ -146,28 +145,26 @@ def finish_block(state: Generation, block: Block, completions: list[Completion])
     scores = None if state.scoring is None else state.scoring.start(prompts, completions, texts).wait()
     config = state.config
     rows = response_rows(block, completions, texts, scores, config.data, config.rollout.logprobs)
-    state.parts.write(block.number, rows)
-    return BlockResult(block, completions, scores)
+    measures = measure(completions, scores)
+    state.parts.write(block.number, rows, measures)
+    return BlockResult(block, completions, scores, measures)
 
 
 def record(state: Generation, result: BlockResult) -> None:
-    """Record a finished block as a step of the run's metrics."""
+    """Record a finished block as a step of the run's metrics, which are those of all responses so far."""
     state.done += 1
     heart.at_step(state.done)
     seconds = time.monotonic() - state.began
-    lengths = np.array([completion.sampled for completion in result.completions])
-    state.responses += len(lengths)
-    state.tokens += int(lengths.sum())
-    state.stopping.note_step({"timing_s/gen": seconds / (state.responses / len(lengths))})
-    ends = [end for end in map(finish_of, result.completions) if end != FAILED]
+    responses = len(result.completions)
+    state.responses += responses
+    state.tokens += sum(completion.sampled for completion in result.completions)
+    state.measures = combined([state.measures, result.measures])
+    state.stopping.note_step({"timing_s/gen": seconds / (state.responses / responses)})
     metrics = {
         "generate/responses": float(_finished_responses(state)),
-        "response_length/mean": float(lengths.mean()),
-        "response_length/clip_ratio": sum(end == TRUNCATED for end in ends) / max(len(ends), 1),
         "perf/responses_per_s": state.responses / seconds,
         "perf/tokens_per_s": state.tokens / seconds,
-        **({} if result.scores is None else score_metrics(result.scores)),
-        **conversation_metrics(result.completions),
+        **as_metrics(state.measures),
     }
     state.tracker.log(state.done, metrics, state.plan.blocks)
     if result.scores is not None:
@@ -181,21 +178,13 @@ def _finished_responses(state: Generation) -> int:
 
 def refuse_no_scores(state: Generation, scores: Scores) -> None:
     """Raise NothingScoredError if no finished response of the run has a score, and these are many, or all."""
-    state.is_scored = state.is_scored or len(scores.errors) < len(scores.values)
     responses = _finished_responses(state)
-    if not state.is_scored and (responses >= MOST_FAILED or state.done == state.plan.blocks):
+    errors, counted = state.measures[REWARD_ERRORS]
+    if errors == counted and (responses >= MOST_FAILED or state.done == state.plan.blocks):
         raise NothingScoredError(
             f"none of {responses:,} responses could be scored; the first error: {scores.errors[0][1]}; repair the "
             "reward and submit the run again"
         )
-
-
-def score_metrics(scores: Scores) -> dict[str, float]:
-    """Return the mean score of the responses that have one, and the number of failed rewards."""
-    found = scores.values[~np.isnan(scores.values)]
-    means = {f"reward/{name}": mean for name, mean in scores.component_means().items()}
-    mean = {"generate/score": float(found.mean())} if len(found) else {}
-    return {**mean, "generate/reward_errors": float(len(scores.errors)), **means}
 
 
 def _stopped(state: Generation) -> int:

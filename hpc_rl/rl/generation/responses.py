@@ -9,7 +9,7 @@ import base64
 import json
 import math
 import shutil
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +28,8 @@ from hpc_rl.rl.transcripts import Conversed
 from hpc_rl.run_dir import RunDir
 
 Row = dict[str, Any]
+Measures = Mapping[str, tuple[float, int]]
+"""What a block measured: metric -> its value, and the number of responses that have it; see measures.py."""
 STOPPED, TRUNCATED, FAILED = "stopped", "truncated", "failed"
 COLUMNS = frozenset(
     {
@@ -37,6 +39,7 @@ COLUMNS = frozenset(
 )
 """Names of the columns of a response. Columns of the data that have one of these names are left out."""
 _PLAN = "plan.json"
+_MEASURES = ".measures.json"
 
 
 def response_rows(
@@ -144,21 +147,25 @@ class Parts:
         """Return the numbers of the finished blocks."""
         if self.is_joined:
             return set(range(self._plan.blocks))
-        return {number for number in range(self._plan.blocks) if self._path(number).is_file()}
+        every = range(self._plan.blocks)
+        return {number for number in every if self._path(number).is_file() and self._measures(number).is_file()}
 
-    def write(self, number: int, rows: Sequence[Row]) -> None:
+    def write(self, number: int, rows: Sequence[Row], measures: Measures) -> None:
         """Write a finished block, whole or not at all."""
+        with writing(self._measures(number)):
+            write_atomically(self._measures(number), json.dumps(measures) + "\n")
         write_jsonl(self._path(number), rows)
 
-    def has_score(self) -> bool:
-        """Return whether a response of a finished block has a score."""
-        rows = (row for number in sorted(self.finished()) for row in read_responses(self._path(number)))
-        return not self.is_joined and any(row.get("score") is not None for row in rows)
+    def measured(self) -> list[Measures]:
+        """Return what the finished blocks measured; nothing if they are joined."""
+        numbers = [] if self.is_joined else sorted(self.finished())
+        return [read_json(self._measures(number)) for number in numbers]
 
     def discard(self, numbers: Iterable[int]) -> None:
         """Remove finished blocks, so that they are generated again."""
         for number in numbers:
             self._path(number).unlink(missing_ok=True)
+            self._measures(number).unlink(missing_ok=True)
 
     def join(self) -> None:
         """Write responses.jsonl from all blocks, in the order of the data, and remove the blocks.
@@ -172,11 +179,14 @@ class Parts:
                 for number in range(self._plan.blocks):
                     with self._path(number).open("rb") as part:
                         shutil.copyfileobj(part, whole)
-        for part in self._folder.glob("*.jsonl"):
+        for part in [*self._folder.glob("*.jsonl"), *self._folder.glob(f"*{_MEASURES}")]:
             part.unlink()
 
     def _path(self, number: int) -> Path:
         return self._folder / f"{number:06d}.jsonl"
+
+    def _measures(self, number: int) -> Path:
+        return self._folder / f"{number:06d}{_MEASURES}"
 
 
 def read_responses(path: Path) -> Iterator[Row]:

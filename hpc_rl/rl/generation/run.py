@@ -14,6 +14,8 @@ from hpc_rl.rl.generation.generate import generate
 from hpc_rl.rl.generation.setup import Prepared, open_generation, prepare, start_workers
 from hpc_rl.rl.rollout.rollout import CLOSE_TIMEOUT_S
 from hpc_rl.run_dir import RunDir
+from hpc_rl.tracking.evaluations import evaluation_text, result_metrics
+from hpc_rl.tracking.tracker import Tracker, open_tracker
 from hpc_rl.training.stopping import Stopped
 
 
@@ -34,23 +36,25 @@ def run_generation(config: GenerateConfig, run: RunDir, logs: Path) -> int:
         except Stopped as stopped:
             print(stopped, flush=True)
             return EXIT_STOPPED
-        code = 0 if prepared.parts.is_joined else _generate(config, run, prepared, logs)
-    if code:
-        return code
-    print(f"responses: {run.responses}", flush=True)
-    if isinstance(config, EvalConfig):
-        with heart.phase("testing"):
-            print(evaluate_run(config, run), flush=True)
-    return 0
+        tracker = open_tracker(config, run, None, is_main=True)
+        code = 0 if prepared.parts.is_joined else _generate(config, prepared, logs, tracker)
+    if code == 0:
+        print(f"responses: {run.responses}", flush=True)
+        if isinstance(config, EvalConfig):
+            with heart.phase("testing"):
+                found = evaluate_run(config, run)
+            tracker.log(prepared.plan.blocks, result_metrics(found), prepared.plan.blocks)
+            print(evaluation_text([(run.name, found)]), flush=True)
+    tracker.finish(code)
+    return code
 
 
-def _generate(config: GenerateConfig, run: RunDir, prepared: Prepared, logs: Path) -> int:
+def _generate(config: GenerateConfig, prepared: Prepared, logs: Path, tracker: Tracker) -> int:
     with heart.phase("load"):
         workers = start_workers(config, logs)
-    state = open_generation(config, run, prepared, workers)
+    state = open_generation(config, prepared, workers, tracker)
     state.began = time.monotonic()
     code = generate(state)
-    state.tracker.finish(code)
     if code == 0:  # after a stop, the engines are still generating; they end with the driver
         try:
             loaded = state.queue.loaded  # one that still loads would not answer

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from hpc_rl.config.generate import EvalConfig, GenerateConfig
 from hpc_rl.config.pools import pool_of, pool_spec
 from hpc_rl.config.rollout import engine_name
-from hpc_rl.data.chat import chat_template
+from hpc_rl.data.chat import chat_template, template_remarks
 from hpc_rl.data.lazy import Subsequence
 from hpc_rl.rewards.scorer import open_scorer
 from hpc_rl.rl.calls import MODEL_LIMIT, wait_for_all
@@ -20,6 +20,7 @@ from hpc_rl.rl.conversations import Conversations, Environment
 from hpc_rl.rl.environment_hosts import open_environments
 from hpc_rl.rl.generation.feeder import Feeder
 from hpc_rl.rl.generation.generate import Generation
+from hpc_rl.rl.generation.measures import combined
 from hpc_rl.rl.generation.plan import Plan, Source, blocks_of, make_plan
 from hpc_rl.rl.generation.responses import COLUMNS, Parts
 from hpc_rl.rl.pools import create_pools
@@ -32,7 +33,7 @@ from hpc_rl.rl.scoring import EnvironmentScoring, FunctionScoring, ModelScoring,
 from hpc_rl.rl.workers.group import WorkerGroup
 from hpc_rl.run_dir import RunDir
 from hpc_rl.tracking.metrics import read_metrics
-from hpc_rl.tracking.tracker import open_tracker
+from hpc_rl.tracking.tracker import Tracker
 from hpc_rl.training.models.causal_lm import load_tokenizer
 from hpc_rl.training.stopping import Stopping, open_stopping
 
@@ -134,6 +135,8 @@ def prepare(config: GenerateConfig, run: RunDir, logs: Path, closing: ExitStack)
     """
     tokenizer = load_tokenizer(config.model)
     tokenizer.chat_template = chat_template(tokenizer, config.data)
+    for line in template_remarks(tokenizer, learns=False):
+        print(line, flush=True)
     environment = None
     if config.environment.is_used:
         environment = Environment(config, tokenizer, open_environments(config, logs))
@@ -150,7 +153,7 @@ def described_engine(config: GenerateConfig) -> str:
     return name if server.base_url is None else f"{name}: {server.model or config.model.path}"
 
 
-def open_generation(config: GenerateConfig, run: RunDir, prepared: Prepared, workers: Workers) -> Generation:
+def open_generation(config: GenerateConfig, prepared: Prepared, workers: Workers, tracker: Tracker) -> Generation:
     """Return what the loop works with.
 
     Raises:
@@ -173,10 +176,10 @@ def open_generation(config: GenerateConfig, run: RunDir, prepared: Prepared, wor
         queue=queue,
         feeder=Feeder(respondent, len(engines.actors), plan, sampling),
         scoring=open_scoring(config, workers.judges, prepared.tokenizer, environment),
-        tracker=open_tracker(config, run, None, is_main=True),
+        tracker=tracker,
         stopping=prepared.stopping,
         done=len(finished),
-        is_scored=prepared.parts.has_score(),
+        measures=combined(prepared.parts.measured()),
     )
 
 

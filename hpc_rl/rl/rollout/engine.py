@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import importlib
 import math
 import time
@@ -19,12 +18,10 @@ import torch
 from numpy.typing import NDArray
 
 from hpc_rl.config.rollout import EngineJob, engine_spec
-from hpc_rl.data.chat import chat_template, end_of_turn
+from hpc_rl.data.chat import chat_template, ending_token_ids
 from hpc_rl.training.models.causal_lm import load_tokenizer
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
-
     from hpc_rl.training.models.causal_lm import CausalLM
 
 
@@ -218,19 +215,4 @@ def load_engine(config: EngineJob, placement: Placement, policy: CausalLM | None
 def eos_token_ids(config: EngineJob) -> set[int]:
     """Return the tokens that end a response; see `ending_token_ids`."""
     tokenizer = load_tokenizer(config.model)
-    return ending_token_ids(tokenizer, chat_template(tokenizer, config.data), config.model.path)
-
-
-def ending_token_ids(tokenizer: PreTrainedTokenizerBase, template: str, path: str) -> set[int]:
-    """Return the tokens that end a response.
-
-    They are the tokenizer's end-of-sequence token, the token that ends a turn of the chat template, and those of the
-    model's generation configuration, if it has one.
-    """
-    from transformers import GenerationConfig
-
-    found = [tokenizer.eos_token_id, end_of_turn(tokenizer, template)]
-    with contextlib.suppress(OSError):
-        listed = GenerationConfig.from_pretrained(path).eos_token_id
-        found += listed if isinstance(listed, list) else [listed]
-    return {token for token in found if token is not None}
+    return set(ending_token_ids(tokenizer, chat_template(tokenizer, config.data), config.model.path))

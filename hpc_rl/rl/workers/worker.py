@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from hpc_rl.config.ppo import PpoConfig
 from hpc_rl.config.rollout import engine_dtype, engine_spec
-from hpc_rl.data.chat import chat_template
+from hpc_rl.data.chat import as_trained, chat_template
 from hpc_rl.host.heartbeat import beats_in_calls, heart
 from hpc_rl.rl import process
 from hpc_rl.rl.carriers.base import FlatColumns, Parcel, Reply
@@ -296,7 +296,7 @@ class Worker:
         return load_engine(self.config, placement, None if self.is_sharded else self.actor.model)
 
     def _tokenizer(self) -> PreTrainedTokenizerBase:
-        """Load the tokenizer as it is exported with the model."""
+        """Load the tokenizer as it is exported with the policy, whose settings follow it."""
         tokenizer = load_tokenizer(self.config.model)
         tokenizer.chat_template = chat_template(tokenizer, self.config.data)
-        return tokenizer
+        return as_trained(tokenizer, self.actor.model.hf)

@@ -2,42 +2,41 @@
 
 from __future__ import annotations
 
-import contextlib
-import errno
 import grp
 import os
 import re
-import subprocess
 import sys
 from collections.abc import Callable, Hashable, Iterator
-from pathlib import Path
 from typing import NamedTuple
 
-from hpc_rl.config.base import MAX_NAME_BYTES, MAX_PATH_BYTES
 from hpc_rl.config.distill import DistillConfig
 from hpc_rl.config.finetune import FinetuneConfig
 from hpc_rl.config.generate import GenerateConfig
 from hpc_rl.config.ppo import PpoConfig
 from hpc_rl.config.preferences import DpoConfig, RmConfig
 from hpc_rl.config.ray import RayJobConfig
-from hpc_rl.config.reward import OptionalRewardConfig
 from hpc_rl.config.rollout import engine_name, engine_spec
 from hpc_rl.config.select import SelectConfig
 from hpc_rl.config.training import ModelConfig
 from hpc_rl.data.selection import check_scored
-from hpc_rl.environments.loading import ENVIRONMENT, TOOLS, check_name
+from hpc_rl.environments.loading import ENVIRONMENT, TOOLS
 from hpc_rl.errors import UserError
-from hpc_rl.host.disk import refuse_unwritable, space_of
-from hpc_rl.host.locks import REMEDY, local_by_mount
 from hpc_rl.host.ray_version import check_ray, installed_ray
 from hpc_rl.images.run_options import image_preflight
 from hpc_rl.plan.memory import models_of
-from hpc_rl.rewards.check import check_function, check_url
-from hpc_rl.run_dir import RunDir
+from hpc_rl.rewards.check import check_url
 from hpc_rl.submission.after import is_coming
 from hpc_rl.submission.hub import hub_cache
 from hpc_rl.submission.job import Job
+from hpc_rl.submission.preflight.code import (
+    check_environment_name,
+    check_imports,
+    check_reward,
+    check_tools,
+    user_names,
+)
 from hpc_rl.submission.preflight.data import check_train_data, check_val_data
+from hpc_rl.submission.preflight.folders import check_locks, check_run_dir, check_shared
 from hpc_rl.submission.preflight.gpus import (
     allocator_variables,
     check_allocator,
@@ -58,6 +57,7 @@ from hpc_rl.submission.preflight.model import (
     check_sequence_parallel,
     check_tensor_parallel,
     check_uncapped_logits,
+    check_unquantised,
 )
 from hpc_rl.submission.preflight.partition import ask_of, check_partition
 from hpc_rl.submission.preflight.program import (
@@ -67,13 +67,14 @@ from hpc_rl.submission.preflight.program import (
     check_torchrun_program,
     check_transfer_queue,
 )
-
-BASH_TIMEOUT_S = 20
-LONGEST_FILE = "attempt-1000/" + "x" * 64
-"""At least as long as any path in a run directory. If this one is below the file system's limit, all of them are."""
+from hpc_rl.submission.setup_lines import bash_errors, is_complete, statements
 
 _SECRET = re.compile(r"(HF|HUGGING_FACE_HUB|GITHUB|RAY_AUTH)_TOKEN|\w*(API_KEY|ACCESS_KEY|PASSWORD|_SECRET)")
 """Names of variables whose values are secret."""
+
+
+_REPLACES = re.compile(r"(.*[;&|({]\s*)?exec\s+(-\w+\s+)*[^-\s<>&{\d]")
+"""A line of bash in which a program takes the place of the shell. `exec > FILE` and `exec 3< FILE` only redirect."""
 
 
 class Question(NamedTuple):
@@ -96,7 +97,7 @@ def check(*jobs: Job, local: bool = False) -> list[str]:
     Raises:
         UserError: all problems, a line each.
     """
-    checks = CHECKS if local else (*CHECKS, partition)
+    checks = CHECKS if local else (*CHECKS, partition, shared)
     problems, notes = [], []
     for question in dict.fromkeys(question for job in jobs for look in checks for question in look(job)):
         try:
@@ -125,7 +126,7 @@ def secrets(job: Job) -> Iterator[Question]:
         yield Question(check_key, (name, bool(os.environ.get(name))))
 
 
-def commands(job: Job) -> Iterator[Question]:
+def bash_lines(job: Job) -> Iterator[Question]:
     """Ask whether bash can read the commands of the configuration."""
     for key, lines in {"slurm.setup": job.config.slurm.setup, "slurm.epilogue": job.config.slurm.epilogue}.items():
         if lines:
@@ -134,8 +135,10 @@ def commands(job: Job) -> Iterator[Question]:
 
 def image(job: Job) -> Iterator[Question]:
     """Ask whether the container image exists and can be run."""
-    for one in image_preflight(job.config.container):
-        yield Question(one, (job.config.container,))
+    container = job.config.container
+    if not job.expects(container.image):
+        for one in image_preflight(container):
+            yield Question(one, (container,))
 
 
 def gpus(job: Job) -> Iterator[Question]:
@@ -182,11 +185,15 @@ def model(job: Job) -> Iterator[Question]:
     cache = hub_cache(config)
     has_weights = not (isinstance(config, GenerateConfig) and config.rollout.openai.base_url is not None)
     yield Question(check_model_path, ("model.path", config.model.path, job.coming, cache, has_weights))
-    yield Question(check_chat_template, (config.model, config.data, cache))
+    if not job.expects(config.data.chat_template or config.model.tokenizer_path):
+        yield Question(check_chat_template, (config.model, config.data, cache))
     if isinstance(config, RmConfig):
         yield Question(check_outputs, ("model.path", config.model.path, config.outputs, cache))
     else:
         yield Question(check_is_language_model, ("model.path", config.model.path, cache))
+    for key, path in models_of(config).items():
+        if key != "model.path" or not isinstance(config, GenerateConfig) or config.rollout.name == "hf":
+            yield Question(check_unquantised, (key, path, cache))
     if not isinstance(config, GenerateConfig) and (size := config.trainer.sequence_parallel) > 1:
         yield from (Question(check_sequence_parallel, (*one, size, cache)) for one in models_of(config).items())
     if isinstance(config, PpoConfig | GenerateConfig) and (size := config.rollout.tensor_parallel_size) > 1:
@@ -249,7 +256,8 @@ def reward(job: Job) -> Iterator[Question]:
         return
     same_python = config.slurm.python is None and config.container.image is None
     for each in config.reward.each_function():
-        yield Question(_check_reward, (each, same_python))
+        if not job.expects(each.function):
+            yield Question(check_reward, (each, same_python))
     if config.reward.url is not None:
         yield Question(check_url, (config.reward.url,))
 
@@ -262,18 +270,23 @@ def environment(job: Job) -> Iterator[Question]:
     same_python = config.slurm.python is None and config.container.image is None
     named = [(ENVIRONMENT, config.environment.name)] if config.environment.name is not None else []
     for option, name in [*named, *((TOOLS, tool) for tool in config.environment.tools)]:
-        yield Question(_check_name, (option, name, same_python))
+        if not job.expects(name):
+            yield Question(check_environment_name, (option, name, same_python))
+    yield Question(check_tools, (config.environment, config.model, config.data, hub_cache(config)))
+    if config.container.image is None and not config.slurm.modules and not config.slurm.setup:
+        for option, name in user_names(config.reward, config.environment):
+            yield Question(check_imports, (option, name, config.slurm.python))
 
 
 def agent(job: Job) -> Iterator[Question]:
     """Ask whether the command of the agents can be started."""
-    if isinstance(job.config, PpoConfig) and job.config.agent.command:
+    if isinstance(job.config, PpoConfig) and job.config.agent.command and not job.expects(*job.config.agent.command):
         yield Question(check_agent, (tuple(job.config.agent.command),))
 
 
 def program(job: Job) -> Iterator[Question]:
     """Ask whether the user's own program can be started."""
-    if job.row.takes_program:
+    if job.row.takes_program and not job.expects(*job.program):
         yield Question(PROGRAMS[job.row.node_entry], (job.program,))
 
 
@@ -281,6 +294,11 @@ def partition(job: Job) -> Iterator[Question]:
     """Ask whether the partition has enough nodes, and time, for the job."""
     if ask := ask_of(job.config):
         yield Question(check_partition, (ask, job.nodes))
+
+
+def shared(job: Job) -> Iterator[Question]:
+    """Ask whether the nodes see the folders of the job."""
+    yield Question(check_shared, (job.run_dir.path, job.working_dir, job.nodes))
 
 
 def locks(job: Job) -> Iterator[Question]:
@@ -295,7 +313,7 @@ CHECKS: tuple[Callable[[Job], Iterator[Question]], ...] = (
     run_directory,
     locks,
     secrets,
-    commands,
+    bash_lines,
     image,
     gpus,
     packages,
@@ -342,64 +360,12 @@ def check_group(group: str) -> None:
 
 def check_bash(key: str, lines: tuple[str, ...]) -> None:
     """Raise UserError if bash cannot read these lines of the job script, such as a quote that is not closed."""
-    done = subprocess.run(
-        ["bash", "-n", "-c", "\n".join(lines)], capture_output=True, text=True, timeout=BASH_TIMEOUT_S, check=False
-    )
-    if done.returncode:
-        said = done.stderr.strip().splitlines()
-        raise UserError(f"{key}: bash cannot read {'; '.join(lines)!r}: {said[-1].removeprefix('bash: -c: ')}")
-
-
-def check_run_dir(path: Path, group: str | None = None) -> str | None:
-    """Check that a run directory can be created and written by this user, and by nobody else, and that there is space.
-
-    Args:
-        group: UNIX group that may read it.
-
-    Returns:
-        a warning if its file system has little space or few inodes.
-
-    Raises:
-        UserError: its path is impossible, it is below a file, it is not writable, or other users could change it.
-    """
-    is_long = any(len(os.fsencode(name)) > MAX_NAME_BYTES for name in path.parts)
-    if is_long or len(os.fsencode(path / LONGEST_FILE)) > MAX_PATH_BYTES:
-        raise UserError(f"run directory {_shortened(path)}: {os.strerror(errno.ENAMETOOLONG)}; choose another one")
-    try:
-        with contextlib.suppress(FileNotFoundError, NotADirectoryError):
-            path.stat()
-    except OSError as error:  # a symbolic link leads to itself
-        raise UserError(f"run directory {path}: {error.strerror}; choose another one") from error
-    existing = next(folder for folder in [path, *path.parents] if folder.exists())
-    if not existing.is_dir():
-        raise UserError(f"run directory {path}: {existing} is a file")
-    refuse_unwritable(existing, f"run directory {path}")
-    RunDir(path).check_owner(group)
-    space = space_of(existing)
-    return f"run directory {path}: {space}, which is little for a job" if space.problem else None
-
-
-def check_locks(path: Path) -> str | None:
-    """Return a warning if file locks in a run directory do not reach other nodes, as far as this machine's mount shows.
-
-    The nodes may mount the file system in another way, so this is no error.
-    """
-    existing = next(folder for folder in [path, *path.parents] if folder.exists())
-    found = local_by_mount(existing, Path("/proc/self/mounts").read_text())
-    if found is None:
-        return None
-    return f"run directory {path}: the ranks of several nodes need file locks, which {found} does not have: {REMEDY}"
-
-
-def _shortened(path: Path) -> str:
-    text = str(path)
-    return text if len(text) <= 200 else f"{text[:100]}...{text[-60:]}"
-
-
-def _check_reward(reward: OptionalRewardConfig, same_python: bool) -> str | None:
-    assert reward.function is not None
-    return check_function(reward.function, reward.kwargs, same_python=same_python)
-
-
-def _check_name(option: str, name: str, same_python: bool) -> str | None:
-    return check_name(option, name, same_python=same_python)
+    shown = repr("; ".join(lines))
+    if said := bash_errors(lines):
+        raise UserError(f"{key}: bash cannot read {shown}: {said[-1].removeprefix('bash: -c: ')}")
+    if not is_complete("\n".join(lines)):
+        raise UserError(f"{key}: {shown} ends with a backslash, which would join it to the next line of the job script")
+    if replacing := next((one for one in statements(lines) if _REPLACES.match(one)), None):
+        raise UserError(
+            f"{key}: {replacing!r} replaces the job script, so that nothing is trained: start the program without exec"
+        )

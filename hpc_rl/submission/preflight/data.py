@@ -14,7 +14,7 @@ from hpc_rl.data.shares import describe, shares, whole_batches
 from hpc_rl.errors import UserError
 from hpc_rl.submission.after import is_coming
 from hpc_rl.submission.hub import HubCache
-from hpc_rl.submission.preflight.hub_names import not_cached, refuse_mistyped
+from hpc_rl.submission.preflight.hub_names import look_up, not_cached, refuse_mistyped
 
 _OTHER_FORMATS = (".arrow", ".gz", ".txt", ".xlsx", ".xml", ".yaml", ".zip", ".zst")
 _DATA_SET = re.compile(r"[\w-][\w.-]*(/[\w.-]+)?(:[\w.-]+)?")
@@ -140,4 +140,4 @@ def _look_up(file: str, cache: HubCache) -> str | None:
     refuse_mistyped(f"data set {file}", file, folders_only=False)
     if cache.data_offline:
         raise UserError(not_cached(f"data set {file}", file, cache.datasets, cache.data_offline))
-    return f"data set {file} is a name on the hub: it is looked up when the job starts"
+    return look_up(f"data set {file}", file, "data set", cache)

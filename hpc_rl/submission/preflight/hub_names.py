@@ -6,6 +6,8 @@ import difflib
 from pathlib import Path
 
 from hpc_rl.errors import UserError
+from hpc_rl.host.hub import hub_problem
+from hpc_rl.submission.hub import HubCache
 
 MOST_NAMED = 5
 """Folders that a message lists."""
@@ -34,6 +36,30 @@ def refuse_mistyped(what: str, name: str, folders_only: bool) -> None:
     if close := _closest(first, _names(Path(), folders_only)):
         rest = name.removeprefix(first)
         raise UserError(f"{what}: there is no such path here; did you mean {close}{rest}? {_otherwise(name)}")
+
+
+def look_up(what: str, name: str, kind: str, cache: HubCache) -> str:
+    """Check on the login node that the job can load what is neither a path here nor in the cache.
+
+    Args:
+        what: key and name, for the message.
+        kind: "model" or "data set".
+
+    Returns:
+        a note for the user.
+
+    Raises:
+        UserError: the hub has no such model or data set, or cannot be reached.
+    """
+    if cache.has_own_hub:
+        return f"{kind} {name} is looked up when the job starts, because the job has its own HF_ENDPOINT"
+    if problem := hub_problem(name, kind):
+        where = cache.models if kind == "model" else cache.datasets
+        raise UserError(
+            f"{what} is not a path here and not in the cache {where}, and {problem}: correct the path or the name, or "
+            f"run hpc-rl fetch {name} where the hub can be reached"
+        )
+    return f"{kind} {name} is on the hub: the job downloads it"
 
 
 def not_cached(what: str, name: str, where: Path, offline: str) -> str:

@@ -9,7 +9,15 @@ from hpc_rl.config.finetune import FinetuneDataConfig
 from hpc_rl.config.groups import path_of_choice
 from hpc_rl.config.prompts import PromptConfig
 from hpc_rl.config.training import ModelConfig, ModelSource
-from hpc_rl.data.template import check_template, read_template, stored_template
+from hpc_rl.data.assistant_text import remarks
+from hpc_rl.data.template import (
+    added_tokens,
+    check_template,
+    read_template,
+    special_tokens,
+    stored_template,
+    with_variables,
+)
 from hpc_rl.errors import UserError
 from hpc_rl.host.files import read_json
 from hpc_rl.host.large_files import check_model_folder
@@ -19,6 +27,7 @@ from hpc_rl.host.model_kind import (
     is_language_model,
     refuse_capped_logits,
     refuse_other_outputs,
+    refuse_quantised,
     refuse_unsplittable,
     refuse_unsplittable_engine,
     refuse_without_liger,
@@ -28,7 +37,7 @@ from hpc_rl.host.safetensors_header import shapes
 from hpc_rl.host.vocabulary import ROLES, other_special_tokens, role_difference, vocabulary_difference
 from hpc_rl.submission.after import is_coming
 from hpc_rl.submission.hub import HubCache
-from hpc_rl.submission.preflight.hub_names import not_cached, refuse_mistyped
+from hpc_rl.submission.preflight.hub_names import look_up, not_cached, refuse_mistyped
 
 _HUB_NAME = re.compile(r"[\w-][\w.-]*(/[\w.-]+)?")
 
@@ -50,7 +59,7 @@ def check_model_path(
     """
     if is_coming(path, coming):
         return None
-    folder = _model_folder(path, cache)
+    folder = model_folder(path, cache)
     if folder is None:
         if Path(path).exists():
             raise UserError(f"{key} {path} is a file; give the folder of a Hugging Face model")
@@ -58,11 +67,11 @@ def check_model_path(
             raise UserError(f"{key} {path}: there is no such folder, and this is not the name of a model on the hub")
         if (full := path_of_choice("model", path)) not in (None, path):
             raise UserError(f"{key} {path} is a short name, which only model={path} takes: write {full}")
-        if cache.model_folder(path) is None:
+        if (in_cache := cache.model_folder(path)) is None:
             refuse_mistyped(f"{key} {path}", path, folders_only=True)
         if cache.offline:
             raise UserError(not_cached(f"{key} {path}", path, cache.models, cache.offline))
-        return f"model {path} is a name on the hub: it is looked up when the job starts"
+        return None if in_cache else look_up(f"{key} {path}", path, "model", cache)
     try:
         _check_folder(f"{key} {path}", folder, "" if Path(path).is_dir() else f": hpc-rl fetch {path}", with_weights)
     except OSError as error:
@@ -72,7 +81,7 @@ def check_model_path(
 
 def check_is_language_model(key: str, path: str, cache: HubCache) -> None:
     """Raise UserError if a folder holds a classifier, such as a reward model, of which the LM head would be new."""
-    folder = _model_folder(path, cache)
+    folder = model_folder(path, cache)
     if folder is not None and is_classifier(architectures_of(folder)):
         raise UserError(
             f"{key} {path} is a classifier ({architectures_of(folder)[0]}), such as a reward model, and a language "
@@ -82,7 +91,7 @@ def check_is_language_model(key: str, path: str, cache: HubCache) -> None:
 
 def check_is_classifier(key: str, path: str, cache: HubCache) -> None:
     """Raise UserError if a folder holds a language model, which has no head for scores."""
-    folder = _model_folder(path, cache)
+    folder = model_folder(path, cache)
     if folder is not None and is_language_model(architectures_of(folder)):
         raise UserError(
             f"{key} {path} is a language model ({architectures_of(folder)[0]}), and a reward model is needed, a "
@@ -92,35 +101,44 @@ def check_is_classifier(key: str, path: str, cache: HubCache) -> None:
 
 def check_outputs(key: str, path: str, needed: int, cache: HubCache) -> None:
     """Raise UserError if the safetensors files in a folder have a head with another number of outputs."""
-    folder = _model_folder(path, cache)
+    folder = model_folder(path, cache)
     if folder is not None:
         refuse_other_outputs(key, path, sorted(folder.glob("*.safetensors")), needed)
 
 
 def check_sequence_parallel(key: str, path: str, size: int, cache: HubCache) -> None:
     """Raise UserError if ranks cannot share the rows of a model, as far as its config.json on this machine shows it."""
-    folder = _model_folder(path, cache)
+    folder = model_folder(path, cache)
     if folder is not None:
         refuse_unsplittable(key, path, read_json(folder / "config.json"), size)
 
 
 def check_tensor_parallel(key: str, path: str, size: int, cache: HubCache) -> None:
     """Raise UserError if an engine cannot split a model, as far as its config.json on this machine shows it."""
-    folder = _model_folder(path, cache)
+    folder = model_folder(path, cache)
     if folder is not None:
         refuse_unsplittable_engine(key, path, read_json(folder / "config.json"), size)
 
 
 def check_liger(key: str, path: str, cache: HubCache) -> None:
     """Raise UserError if Liger has no kernels for a model, as far as its config.json on this machine shows it."""
-    folder = _model_folder(path, cache)
+    folder = model_folder(path, cache)
     if folder is not None:
         refuse_without_liger(key, path, read_json(folder / "config.json"))
 
 
+def check_unquantised(key: str, path: str, cache: HubCache) -> None:
+    """Raise UserError if a model's weights are quantised, as far as the files on this machine show it."""
+    folder = model_folder(path, cache)
+    if folder is not None:
+        files = {file.name: file for file in folder.glob("*") if file.is_file()}
+        weights = sorted(folder.glob("*.safetensors"))
+        refuse_quantised(key, path, files.get, lambda: weights)
+
+
 def check_uncapped_logits(key: str, path: str, cache: HubCache) -> None:
     """Raise UserError if a model for `distill` caps its logits, as far as its config.json on this machine shows it."""
-    folder = _model_folder(path, cache)
+    folder = model_folder(path, cache)
     if folder is not None:
         refuse_capped_logits(key, path, read_json(folder / "config.json"))
 
@@ -135,13 +153,13 @@ def check_adapters(model: ModelConfig, max_rank: int | None, coming: frozenset[P
     Raises:
         UserError: the adapters to continue from are missing, or for another model, or no layer has a wanted name.
     """
-    lora, folder = model.lora, _model_folder(model.path, cache)
+    lora, folder = model.lora, model_folder(model.path, cache)
     weights: dict[str, tuple[int, ...]] = {}
     for file in sorted(folder.glob("*.safetensors")) if folder is not None else ():
         try:
             weights |= shapes(file)
         except (OSError, ValueError):
-            return  # the check of the model reports it
+            return None  # the check of the model reports it
     if lora.path is None:
         if weights:
             matching(lora.target_modules, block_layers(weights))
@@ -170,7 +188,7 @@ def check_same_vocabulary(key: str, path: str, model: ModelSource, cache: HubCac
     Raises:
         UserError: a token differs; the message names the first one.
     """
-    folders = [_model_folder(name, cache) for name in (path, model.tokenizer_path or model.path)]
+    folders = [model_folder(name, cache) for name in (path, model.tokenizer_path or model.path)]
     theirs, ours = (_vocabulary(folder / "tokenizer.json") if folder is not None else {} for folder in folders)
     if not theirs or not ours:
         return
@@ -190,7 +208,7 @@ def check_same_special_tokens(key: str, path: str, model: ModelSource, cache: Hu
     Raises:
         UserError: a special token differs; the message names the first one.
     """
-    folders = [_model_folder(name, cache) for name in (path, model.tokenizer_path or model.path)]
+    folders = [model_folder(name, cache) for name in (path, model.tokenizer_path or model.path)]
     files = [folder / "tokenizer_config.json" if folder is not None else None for folder in folders]
     theirs, ours = ({} if file is None else _special_tokens(file) for file in files)
     if (found := role_difference(theirs, ours)) is not None:
@@ -230,40 +248,48 @@ def _check_folder(what: str, folder: Path, remedy: str, with_weights: bool) -> N
         raise UserError(f"{what} is incomplete: {missing[0]}{more} missing in {folder}{remedy}")
 
 
-def check_chat_template(model: ModelSource, data: FinetuneDataConfig | PromptConfig, cache: HubCache) -> None:
+def check_chat_template(model: ModelSource, data: FinetuneDataConfig | PromptConfig, cache: HubCache) -> str | None:
     """Check that there is a tokenizer with a chat template that Jinja accepts.
+
+    Returns:
+        What a user should know about the template, a line each.
 
     Raises:
         UserError: the tokenizer or the template is missing, or the template has a syntax error.
     """
+    name = model.tokenizer_path or model.path
+    folder = model_folder(name, cache)
     if data.chat_template is not None:
         if not Path(data.chat_template).is_file():
             raise UserError(f"data.chat_template {data.chat_template}: there is no such file")
         where = f"data.chat_template {data.chat_template}"
-        check_template(read_template(Path(data.chat_template), where), where)
-        return
-    name = model.tokenizer_path or model.path
-    folder = _model_folder(name, cache)
-    if folder is None:
+        template: str | None = read_template(Path(data.chat_template), where)
+    elif folder is None:
         if model.tokenizer_path is None:
-            return  # the check of the model reports it
+            return None  # the check of the model reports it
         if Path(name).exists() or not _HUB_NAME.fullmatch(name):
             raise UserError(f"model.tokenizer_path {name}: there is no such folder, and this is not a name on the hub")
         if cache.offline:
             raise UserError(not_cached(f"model.tokenizer_path {name}", name, cache.models, cache.offline))
-        return
-    if not any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")):
+        if cache.model_folder(name) is None:
+            look_up(f"model.tokenizer_path {name}", name, "model", cache)
+        return None
+    elif not any((folder / one).is_file() for one in ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")):
         raise UserError(f"{folder} has no tokenizer; set model.tokenizer_path")
-    template = stored_template(folder)
-    if template is not None:
-        check_template(template, f"the tokenizer in {folder}")
-    elif not read_json(folder / "tokenizer_config.json").get("chat_template") and not any(
-        folder.glob("chat_template.*")
-    ):
-        raise UserError(f"the tokenizer in {folder} has no chat template; set data.chat_template to a Jinja file")
+    else:
+        where, template = f"the tokenizer in {folder}", stored_template(folder)
+        if template is None and not any(folder.glob("chat_template.*")):
+            raise UserError(f"the tokenizer in {folder} has no chat template; set data.chat_template to a Jinja file")
+    if template is None:
+        return None
+    check_template(template, where)
+    if folder is None or not (folder / "tokenizer.json").is_file():
+        return None
+    used, learns = with_variables(template, data.chat_template_kwargs), isinstance(data, FinetuneDataConfig)
+    return "\n".join(remarks(used, added_tokens(folder), special_tokens(folder), learns)) or None
 
 
-def _model_folder(path: str, cache: HubCache) -> Path | None:
+def model_folder(path: str, cache: HubCache) -> Path | None:
     """Return the folder of a model, given by its path or, if nodes are offline, by its name in the cache."""
     if Path(path).is_dir():
         return Path(path)

@@ -29,12 +29,13 @@ _EXTRAS = {
 _MISSING = "import importlib.util, sys; print(*[n for n in sys.argv[1:] if importlib.util.find_spec(n) is None])"
 
 
-def check_packages(python: str | None, needs: Sequence[str], purpose: str) -> str | None:
+def check_packages(python: str | None, needs: Sequence[str], purpose: str, extra: str | None = "train") -> str | None:
     """Check that a Python has packages, without importing them.
 
     Args:
         python: slurm.python, or None for the Python that runs hpc-rl.
         purpose: the part of the job that needs the packages, for the message.
+        extra: the extra of hpc-rl that brings packages that are not in the table; None: there is none.
 
     Returns:
         Why it could not be checked, if so.
@@ -58,7 +59,7 @@ def check_packages(python: str | None, needs: Sequence[str], purpose: str) -> st
         missing = asked.stdout.split()
     if missing:
         it, lacking = "it" if len(missing) == 1 else "them", python or sys.executable
-        extra = next((_EXTRAS[name] for name in missing if name in _EXTRAS), "train")
+        extra = next((_EXTRAS[name] for name in missing if name in _EXTRAS), extra)
         how = f" ({install_command(extra, lacking)})" if extra else ""
         raise UserError(
             f"{purpose} needs {', '.join(missing)}, and {lacking} lacks {it}: install {it} there{how}, "

@@ -186,15 +186,19 @@ def _write_settings(path: Path, folder: Path, dtype: str | None, merge: bool | N
 
     part = _part(path)
     if _exports_adapters(path, merge):
-        shutil.copy(part / model_state.HF / peft_folder.CONFIG, folder)
+        for name in (peft_folder.CONFIG, "generation_config.json"):
+            if (part / model_state.HF / name).exists():
+                shutil.copy(part / model_state.HF / name, folder)
         AutoTokenizer.from_pretrained(part / model_state.HF).save_pretrained(folder)
         return
     hf = _empty(part, _type(path, dtype))
     if (part / model_state.HF / "generation_config.json").exists():
         hf.generation_config = GenerationConfig.from_pretrained(part / model_state.HF)
     tokenizer = AutoTokenizer.from_pretrained(part / model_state.HF)
-    if is_classifier(hf.config.architectures) and hf.config.pad_token_id is None:
-        hf.config.pad_token_id = tokenizer.pad_token_id  # transformers finds the last token of a padded text by it
+    if is_classifier(hf.config.architectures):
+        if hf.config.pad_token_id is None:
+            hf.config.pad_token_id = tokenizer.pad_token_id  # transformers finds the last token of a padded text by it
+        hf.config.problem_type = "regression"  # otherwise vLLM returns a sigmoid or a softmax of the scores
     hf.save_pretrained(folder, state_dict={})
     for file in folder.glob("*.safetensors*"):  # without a weight
         file.unlink()

@@ -7,10 +7,8 @@ formats, merged experts, renamed weights), rank 0 loads the whole model with tra
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import torch
@@ -27,7 +25,8 @@ from hpc_rl.training.models.causal_lm import PackedModel
 from hpc_rl.training.models.compiled import compile_layers
 from hpc_rl.training.models.four_bit import four_bit_weights
 from hpc_rl.training.models.packed_attention import use_flash_attention_3
-from hpc_rl.training.models.pretrained import Pretrained
+from hpc_rl.training.models.packed_check import check_packing
+from hpc_rl.training.models.pretrained import Pretrained, weight_files
 from hpc_rl.training.models.safetensors_files import BUFFER_BYTES, Stored, contents
 from hpc_rl.training.sequence_parallel import join
 
@@ -59,6 +58,7 @@ def load_sharded(pretrained: Pretrained[Model], world: World, trainer: LoadingOp
     model = world.together(pretrained.load) if whole else _load_parts(pretrained, world, trainer)
     model.sequence = sequence
     world.together(lambda: set_adapters(model, trainer.seed))
+    check_packing(model, world)
     if model.prepared is not None:
         compile_layers(model, model.prepared, world)
     return model
@@ -125,7 +125,7 @@ def stored_weights(pretrained: Pretrained[Any], hf: PreTrainedModel) -> dict[str
     except (OSError, ValueError) as error:
         raise UserError(f"{pretrained.key}: the weights in {pretrained.path!r} cannot be read: {error}") from error
     weights = weights_of(hf)
-    unexpected = {name for name in found.keys() - weights.keys() if not _is_unused(name, pretrained)}
+    unexpected = {name for name in found.keys() - weights.keys() if not pretrained.is_unused(name, hf)}
     missing = {name for name in weights.keys() - found.keys() if not pretrained.may_be_new(name)}
     fits = all(found[name].shape == weight.shape for name, weight in weights.items() if name in found)
     if not found or unexpected or missing or not fits:
@@ -146,38 +146,6 @@ def _in_other_types(hf: PreTrainedModel) -> bool:
     """Return whether transformers keeps some weights in float32 even if the model has another type."""
     kept = getattr(hf, "_keep_in_fp32_modules", None) or getattr(hf, "_keep_in_fp32_modules_strict", None)
     return bool(kept) and hf.dtype != torch.float32
-
-
-def _is_unused(name: str, pretrained: Pretrained[Any]) -> bool:
-    """Return whether a stored weight has no use: a computed buffer of older models, or the LM head for a new head."""
-    return name.endswith("rotary_emb.inv_freq") or (bool(pretrained.new_head) and name.startswith("lm_head."))
-
-
-def weight_files(path: str) -> list[Path] | None:
-    """Return the safetensors files of a folder or of a model of the hub; None if it has none."""
-    from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
-
-    whole = _file(path, SAFE_WEIGHTS_NAME)
-    if whole is not None:
-        return [whole]
-    index = _file(path, SAFE_WEIGHTS_INDEX_NAME)
-    if index is None:
-        return None
-    names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
-    files = [_file(path, name) for name in names]
-    absent = [name for name, file in zip(names, files, strict=True) if file is None]
-    if absent:
-        raise FileNotFoundError(f"{index.name} names {absent[0]}, which does not exist")
-    return [file for file in files if file is not None]
-
-
-def _file(path: str, name: str) -> Path | None:
-    """Return a file of a folder, or of the hub's cache, into which it is downloaded; None if there is none."""
-    from transformers.utils import cached_file
-
-    quiet = {"_raise_exceptions_for_missing_entries": False, "_raise_exceptions_for_connection_errors": False}
-    found = cached_file(path, name, **quiet)
-    return None if found is None else Path(found)
 
 
 def _shard(model: PackedModel, world: World, trainer: LoadingOptions) -> None:

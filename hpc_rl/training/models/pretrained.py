@@ -7,9 +7,12 @@ pretrained.empty()   the same model, whose parameters have no memory yet (loadin
 
 from __future__ import annotations
 
+import json
+import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
@@ -19,12 +22,19 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from hpc_rl.errors import UserError
 from hpc_rl.host.hub import check_hub, loading_problem
+from hpc_rl.host.model_kind import refuse_quantised
 from hpc_rl.training.models import packed_attention
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 Model = TypeVar("Model")
+_LAYER = re.compile(r"model\.layers\.(\d+)\.")
+_UNUSED = re.compile(
+    r"rotary_emb\.inv_freq$|(^|\.)mtp[._]"
+    r"|(^|\.)(visual|vision_tower|vision_model|audio_tower|multi_modal_projector|embed_vision|embed_audio)\."
+)
+"""Names of weights that a language model does not need."""
 
 
 @dataclass(frozen=True)
@@ -57,6 +67,7 @@ class Pretrained(Generic[Model]):
 
     def load_module(self) -> tuple[PreTrainedModel, frozenset[str]]:
         """Load the whole module. Return also the names of the weights that were not found."""
+        self._refuse_quantised()
         packed_attention.register()
         hf, info = from_pretrained(
             self._auto_class(),
@@ -67,9 +78,11 @@ class Pretrained(Generic[Model]):
             dtype=self.dtype,
             attn_implementation=packed_attention.ATTENTION,
             output_loading_info=True,
+            ignore_mismatched_sizes=True,  # refused below
             **self.settings,
         )
         missing = frozenset(info["missing_keys"])
+        self._refuse_other_weights(hf, info)
         for name in missing:
             if self.may_be_new(name):
                 nn.init.zeros_(hf.get_parameter(name))
@@ -83,6 +96,7 @@ class Pretrained(Generic[Model]):
         """
         from transformers import AutoConfig, GenerationConfig
 
+        self._refuse_quantised()
         packed_attention.register()
         remote = {"trust_remote_code": self.trust_remote_code}
         config = from_pretrained(AutoConfig, self.path, "model", self.key, **remote, **self.settings)
@@ -99,6 +113,36 @@ class Pretrained(Generic[Model]):
     def may_be_new(self, name: str) -> bool:
         """Return whether a weight may be missing."""
         return bool(self.new_head) and name.startswith(self.new_head + ".")
+
+    def is_unused(self, name: str, hf: PreTrainedModel) -> bool:
+        """Return whether a stored weight is known to have no use: a computed buffer of older models, a layer that
+        predicts several tokens, the part of another kind of input, or the LM head if there is a new head."""
+        layer = _LAYER.match(name)
+        beyond = layer is not None and int(layer[1]) >= hf.config.get_text_config().num_hidden_layers
+        of_other_head = bool(self.new_head) and name.startswith("lm_head.")
+        return beyond or of_other_head or _UNUSED.search(name) is not None
+
+    def _refuse_quantised(self) -> None:
+        if not Path(self.path).is_dir():
+            check_hub(self.path)
+        with _in_one_line("model", self.path, self.key):
+            find = partial(model_file, self.path)
+            refuse_quantised(self.key, self.path, find, lambda: weight_files(self.path) or ())
+
+    def _refuse_other_weights(self, hf: PreTrainedModel, info: Mapping[str, Any]) -> None:
+        """Raise UserError if a weight has no value, or another shape, or no use."""
+        problems = {
+            "has no": [name for name in info["missing_keys"] if not self.may_be_new(name)],
+            "has weights without a use:": [name for name in info["unexpected_keys"] if not self.is_unused(name, hf)],
+            "has weights of another shape than its config.json:": [str(found[0]) for found in info["mismatched_keys"]],
+        }
+        for problem, names in problems.items():
+            if names:
+                listed = ", ".join(sorted(names)[:3]) + (f" ({len(names)} in all)" if len(names) > 3 else "")
+                raise UserError(
+                    f"{self.key} {self.path} {problem} {listed}: transformers reads it as {type(hf).__name__}; check "
+                    "that config.json belongs to these weights, and that all of them are there"
+                )
 
     def _auto_class(self) -> Any:
         import transformers
@@ -134,6 +178,33 @@ def settings_of(path: str, key: str) -> dict[str, Any]:
         check_hub(path)
     with _in_one_line("model", path, key):
         return dict(PretrainedConfig.get_config_dict(path)[0])
+
+
+def weight_files(path: str) -> list[Path] | None:
+    """Return the safetensors files of a folder or of a model of the hub; None if it has none."""
+    from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
+
+    whole = model_file(path, SAFE_WEIGHTS_NAME)
+    if whole is not None:
+        return [whole]
+    index = model_file(path, SAFE_WEIGHTS_INDEX_NAME)
+    if index is None:
+        return None
+    names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+    files = [model_file(path, name) for name in names]
+    absent = [name for name, file in zip(names, files, strict=True) if file is None]
+    if absent:
+        raise FileNotFoundError(f"{index.name} names {absent[0]}, which does not exist")
+    return [file for file in files if file is not None]
+
+
+def model_file(path: str, name: str) -> Path | None:
+    """Return a file of a folder, or of the hub's cache, into which it is downloaded; None if there is none."""
+    from transformers.utils import cached_file
+
+    quiet = {"_raise_exceptions_for_missing_entries": False, "_raise_exceptions_for_connection_errors": False}
+    found = cached_file(path, name, **quiet)
+    return None if found is None else Path(found)
 
 
 @contextmanager

@@ -14,10 +14,9 @@ from hpc_rl.errors import UserError
 from hpc_rl.host.model_kind import refuse_other_outputs
 from hpc_rl.host.vocabulary import vocabulary_difference
 from hpc_rl.training.models.causal_lm import PackedModel, load_tokenizer, refuse_unsupported_backbone
-from hpc_rl.training.models.loading import weight_files
 from hpc_rl.training.models.lora import new_like
 from hpc_rl.training.models.packed_batch import PackedBatch
-from hpc_rl.training.models.pretrained import Pretrained
+from hpc_rl.training.models.pretrained import Pretrained, weight_files
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -82,9 +81,7 @@ def critic(path: str, config: ModelConfig) -> Pretrained[ScalarModel]:
     """
     # The adapters to continue from are the policy's.
     key, own = "critic.path", config.updated("lora", new_like(config.lora))
-    return _classifier(
-        path, key, own, getattr(torch, config.dtype), _trained(ScalarModel, key, path, own), new_head=_HEAD
-    )
+    return _classifier(path, key, own, getattr(torch, config.dtype), _trained(ScalarModel, key, path, own))
 
 
 def trained_reward_model(config: ModelConfig, labels: Sequence[str]) -> Pretrained[ScoreModel]:
@@ -96,7 +93,7 @@ def trained_reward_model(config: ModelConfig, labels: Sequence[str]) -> Pretrain
     """
     dtype = getattr(torch, config.dtype)
     wrap = _trained(ScoreModel, "model.path", config.path, config)
-    return _classifier(config.path, "model.path", config, dtype, wrap, max(1, len(labels)), labels, new_head=_HEAD)
+    return _classifier(config.path, "model.path", config, dtype, wrap, max(1, len(labels)), labels)
 
 
 def reward_model(path: str, config: ModelSource, dtype: torch.dtype, outputs: int = 1) -> Pretrained[ScoreModel]:
@@ -159,14 +156,13 @@ def _classifier(
     wrap: Wrap[Kind],
     outputs: int = 1,
     labels: Sequence[str] = (),
-    new_head: str = "",
 ) -> Pretrained[Kind]:
     settings: dict[str, object] = {"num_labels": outputs}
     if len(labels) > 1:
         settings["id2label"] = dict(enumerate(labels))
         settings["label2id"] = {label: number for number, label in enumerate(labels)}
     auto, remote = "AutoModelForSequenceClassification", config.trust_remote_code
-    return Pretrained(auto, path, key, dtype, remote, wrap, settings=settings, new_head=new_head)
+    return Pretrained(auto, path, key, dtype, remote, wrap, settings=settings, new_head=_HEAD)
 
 
 def _refuse_unsupported(hf: PreTrainedModel, key: str, path: str) -> None:

@@ -108,6 +108,32 @@ def until(condition: Callable[[], bool], what: str, timeout_s: float = START_S) 
         time.sleep(0.1)
 
 
+PROXIED = """
+import json, os, ray
+names = ["https_proxy", "no_proxy", "ROCR_VISIBLE_DEVICES", "GLOO_SOCKET_IFNAME"]
+ray.init(logging_level="error")
+@ray.remote
+def seen():
+    return [os.environ.get(name) for name in names]
+print("actor:", json.dumps(ray.get(seen.remote())))
+print("driver:", json.dumps([os.environ.get(name) for name in names]))
+"""
+
+
+def test_actors_of_a_program_get_the_proxy_and_what_works_here(jobs: Jobs) -> None:
+    (jobs.folder / "proxied.py").write_text(PROXIED)
+    variables = {"ROCR_VISIBLE_DEVICES": "0", "CUDA_VISIBLE_DEVICES": "0", "GLOO_SOCKET_IFNAME": "^docker0"}
+    settings = ["slurm.proxy=http://proxy:3128", *(f"slurm.env.{name}={value}" for name, value in variables.items())]
+    code, output = jobs.run("proxied", "trainer.device=cuda", *settings, "--", "python", "proxied.py")
+    assert code == 0, output
+    found = {line.partition(": ")[0]: json.loads(line.partition(": ")[2]) for line in output.splitlines()
+             if line.startswith(("actor: ", "driver: "))}  # fmt: skip
+    assert found["actor"] == found["driver"]
+    assert found["driver"][0] == "http://proxy:3128" and found["driver"][2:] == [None, "lo"]
+    direct = found["driver"][1].split(",")
+    assert {"localhost", "127.0.0.1", "127.0.0.2", socket.gethostname()} <= set(direct)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("dashboard", [long("false"), "true"])
 def test_a_start_waits_for_no_agent(jobs: Jobs, dashboard: str) -> None:

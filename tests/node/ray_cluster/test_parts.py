@@ -161,11 +161,6 @@ def test_the_driver_keeps_the_proxies_that_ray_does_not_get() -> None:
     assert (driver["RAY_ADDRESS"], driver["PATH"]) == ("10.0.0.1:20001", "/venv/bin:/bin")
 
 
-def test_amd_devices_have_hips_name() -> None:
-    found = environment({"ROCR_VISIBLE_DEVICES": "0,1"})
-    assert found["HIP_VISIBLE_DEVICES"] == "0,1" and "ROCR_VISIBLE_DEVICES" not in found
-
-
 def test_nodes_on_one_machine_have_addresses_of_their_own() -> None:
     nodes = ("here",) * 300
     found = [node_address(Allocation("7", 0, nodes, rank, 1), None)[1] for rank in (0, 1, 299)]

@@ -100,16 +100,20 @@ def test_data_sets_are_separate_and_tables_compare_them(tmp_path: Path) -> None:
     run = RunDir(tmp_path)
     both = [*rows(GROUPS[:1], "x/a.jsonl"), *rows(GROUPS[1:], "b.jsonl")]
     run.responses.write_text("".join(json.dumps(row) + "\n" for row in both))
-    text = evaluate_run(config, run)
-    found = json.loads(run.evaluation.read_text())
+    found = evaluate_run(config, run)
+    text = evaluation_text([(run.name, found)])
+    assert json.loads(run.evaluation.read_text()) == found
     assert [data["name"] for data in found["data"]] == ["a", "b"]
     assert [data["metrics"]["pass@1"]["value"] for data in found["data"]] == [0.5, pytest.approx(1 / 3)]
     assert "0.500 [0.500, 0.500]" in text and "95%, percentile bootstrap" in text
 
     table = evaluation_table([("one", found), ("none", {}), ("two", found)])
     assert table is not None
-    assert [row[:2] for row in table.rows] == [["a", "one"], ["a", "two"], ["b", "one"], ["b", "two"]]
-    assert table.columns[5:-2] == ["score", "pass@1", "pass@2", "pass@4", "maj@2", "maj@4"]
+    assert [row[:3] for row in table.rows] == [
+        *(["a", "m", "one"], ["a", "m", "two"]),
+        *(["b", "m", "one"], ["b", "m", "two"]),
+    ]
+    assert table.columns[6:-2] == ["score", "pass@1", "pass@2", "pass@4", "maj@2", "maj@4"]
     assert table.rows[2][table.columns.index("pass@4")] == "–", "the second data set has three scores"
     assert evaluation_table([("none", {})]) is None and evaluation_text([]) == ""
 

@@ -16,6 +16,7 @@ from hpc_rl.rewards.scorer import Scores, open_scorer
 from hpc_rl.rl.calls import Pending
 from hpc_rl.rl.generation import generate as loop
 from hpc_rl.rl.generation.generate import Generation, generate
+from hpc_rl.rl.generation.measures import combined, measure
 from hpc_rl.rl.generation.plan import Block, blocks_of, make_plan
 from hpc_rl.rl.generation.responses import Parts, read_responses
 from hpc_rl.rl.rollout.engine import Completion
@@ -90,8 +91,13 @@ class Tokenizer:
 
 
 class Tracker:
-    def log(self, *_: Any) -> None:
-        pass
+    """Keeps the metrics of the last step."""
+
+    def __init__(self) -> None:
+        self.last: dict[str, float] = {}
+
+    def log(self, step: int, metrics: dict[str, float], total_steps: int) -> None:
+        self.last = metrics
 
 
 class Stopping:
@@ -120,7 +126,7 @@ def attempt(
     finished = parts.finished()
     left = [block for block in blocks_of(plan, given) if block.number not in finished]
     others: Any = (Tokenizer(), Tracker(), Stopping(stops), Feeder(), None)
-    counts: Any = {"done": len(finished), "is_scored": parts.has_score()}
+    counts: Any = {"done": len(finished), "measures": combined(parts.measured())}
     return Generation(
         settings, others[0], plan, left, parts, others[4], others[3], scoring, others[1], others[2], **counts
     )
@@ -192,6 +198,49 @@ def test_the_last_block_may_have_no_scores_if_an_earlier_attempt_had_some(tmp_pa
 def test_a_run_whose_reward_fails_for_all_its_few_responses_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(RunError, match="none of 8 responses could be scored"):
         generate(attempt(tmp_path, Scoring(failing(*range(4)))))
+
+
+def test_metrics_are_those_of_all_responses_of_all_attempts(tmp_path: Path) -> None:
+    """Not those of the last block, which had 0.25 and no failure."""
+    scoring = Scoring(lambda number: [1.0, 0.5, np.nan][number], hangs_at=3)
+    assert generate(attempt(tmp_path, scoring, stops=scoring.hangs.is_set)) == EXIT_STOPPED
+    state = attempt(tmp_path, Scoring(lambda _: 0.25))
+    state.feeder.completes = [1] * len(state.blocks)  # type: ignore[attr-defined]
+    assert len(state.blocks) == 1 and generate(state) == 0
+    last = state.tracker.last  # type: ignore[attr-defined]
+    rows = list(read_responses(RunDir(tmp_path).responses))
+    scores = [row["score"] for row in rows if row["score"] is not None]
+    assert last["generate/score"] == pytest.approx(sum(scores) / 6) == pytest.approx((1.0 + 0.5 + 0.25) / 3)
+    assert last["generate/reward_errors"] == 2 and last["generate/responses"] == 8
+    assert last["response_length/mean"] == pytest.approx(sum(row["tokens"] for row in rows) / 8)
+    assert not list(state.parts._folder.glob("0*"))
+
+
+def test_a_block_of_which_only_the_measures_are_written_is_not_finished(tmp_path: Path) -> None:
+    state = attempt(tmp_path, Scoring())
+    state.parts.write(0, [], {"generate/score": (1.0, 2)})
+    state.parts.write(1, [], {"generate/score": (1.0, 2)})
+    state.parts._path(0).unlink()
+    state.parts._measures(1).unlink()
+    assert state.parts.finished() == set() and state.parts.measured() == []
+
+
+def test_measures_of_blocks_are_combined_by_their_kind() -> None:
+    first = {"reward/short": (1.0, 3), "environment/turns/max": (4.0, 9), "environment/errors": (2.0, 9)}
+    second = {"reward/short": (0.0, 1), "environment/turns/max": (3.0, 1), "environment/errors": (1.0, 1)}
+    assert combined([first, {}, second]) == {
+        "reward/short": (0.75, 4),
+        "environment/turns/max": (4.0, 10),
+        "environment/errors": (3.0, 10),
+    }
+    assert combined([{"response_length/clip_ratio": (0.0, 0)}] * 2) == {"response_length/clip_ratio": (0.0, 0)}
+
+
+def test_a_part_of_the_reward_counts_the_responses_that_have_it() -> None:
+    scores = Scores(np.array([1.0, np.nan, 0.0], np.float32), [(1, "broken")], [{"short": 1.0}, {}, {"short": 0.0}])
+    found = measure(completions(3), scores)
+    assert (found["reward/short"], found["generate/score"]) == ((0.5, 2), (0.5, 2))
+    assert found["generate/reward_errors"] == (1.0, 3) and found["response_length/mean"][1] == 3
 
 
 def test_a_response_is_decoded_once(tmp_path: Path) -> None:

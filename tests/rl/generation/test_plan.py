@@ -144,13 +144,13 @@ def test_blocks_are_joined_in_the_order_of_the_data(tmp_path: Path) -> None:
     plan = make_plan(config("rollout.max_num_seqs=2"), given_sources, "hf")
     blocks = blocks_of(plan, given_sources)
     for number in (2, 0):
-        Parts(run, plan).write(number, rows(blocks[number]))
+        Parts(run, plan).write(number, rows(blocks[number]), {})
     parts = Parts(run, plan)
     assert parts.finished() == {0, 2} and not parts.is_joined
     parts.discard([2])
     assert parts.finished() == {0}
     for number in (2, 1):
-        parts.write(number, rows(blocks[number]))
+        parts.write(number, rows(blocks[number]), {})
     parts.join()
     assert [row["index"] for row in read_responses(run.responses)] == list(range(5))
     assert not list(run.response_parts.glob("*.jsonl"))
@@ -173,7 +173,7 @@ def test_blocks_are_joined_in_the_order_of_the_data(tmp_path: Path) -> None:
 )
 def test_blocks_of_another_plan_are_refused(tmp_path: Path, override: str, changed: str) -> None:
     run, settings = RunDir(tmp_path), ("rollout.n=2", "rollout.max_num_seqs=8")
-    Parts(run, make_plan(config(*settings), sources(5), "hf")).write(0, [])
+    Parts(run, make_plan(config(*settings), sources(5), "hf")).write(0, [], {})
     Parts(run, make_plan(config(*settings), sources(5), "hf"))
     with pytest.raises(UserError, match=rf"generated with other settings \(.*{changed}.* changed\)"):
         Parts(run, make_plan(config(*settings, override), sources(5), "hf"))
@@ -190,7 +190,7 @@ def test_another_plan_replaces_one_of_which_nothing_is_finished(tmp_path: Path) 
     for n in (2, 3):
         parts = Parts(run, make_plan(config(f"rollout.n={n}"), sources(5), "hf"))
         assert json.loads((run.response_parts / "plan.json").read_text())["n"] == n
-    parts.write(0, [])
+    parts.write(0, [], {})
     with pytest.raises(UserError, match="generated with other settings"):
         Parts(run, make_plan(config("rollout.n=2"), sources(5), "hf"))
 
@@ -202,7 +202,7 @@ def test_blocks_of_a_model_that_was_written_again_are_refused(tmp_path: Path, op
         folder.mkdir()
     weights.write_text("old")
     settings = config(f"{option}={weights.parent}")
-    Parts(run, make_plan(settings, sources(5), "hf")).write(0, [])
+    Parts(run, make_plan(settings, sources(5), "hf")).write(0, [], {})
     (weights.parent / ".nfs1").touch()
     Parts(run, make_plan(settings, sources(5), "hf"))
     weights.write_text("new")
@@ -214,7 +214,7 @@ def test_blocks_of_a_model_that_was_written_again_are_refused(tmp_path: Path, op
 def test_a_full_disk_is_explained_when_blocks_are_joined(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run, given_sources = RunDir(tmp_path), sources(1)
     parts = Parts(run, make_plan(BASE, given_sources, "hf"))
-    parts.write(0, [{"index": 0}])
+    parts.write(0, [{"index": 0}], {})
 
     def full(*_: object) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))

@@ -8,7 +8,7 @@ import pytest
 
 from tests.rl.runs.jobs import Runs, metrics, series, stop_after
 
-pytest.importorskip("torchao", reason="torchao is not installed: pip install '.[torchao]'")
+pytest.importorskip("torchao", reason="torchao is not installed: make test-torchao")
 EIGHT = ("actor.optim.moments=8bit", "critic.optim.moments=8bit")
 OPTIONS = (
     *("trainer.n_gpus_per_node=2", "algorithm.advantage=gae", "algorithm.kl={where: loss, estimator: k3}"),

@@ -111,6 +111,7 @@ def test_scores_are_those_of_transformers(generation: Generations, shared: Path,
             expected = model.score(model.base_model(torch.tensor([ids])).last_hidden_state[0, -1])
         assert row["score"] == pytest.approx(float(expected), abs=1e-4)
     means = [step["generate/score"] for step in metrics(shared)]
+    assert means[-1] == pytest.approx(sum(row["score"] for row in rows) / len(rows), abs=1e-4)
     assert plot_titles(shared) >= {"Score", "Response length"}
     assert len(means) == 4 and means[0] == pytest.approx(sum(row["score"] for row in rows[:4]) / 4, abs=1e-4)
 
@@ -135,7 +136,7 @@ def test_a_restart_scores_only_what_is_left(
     written: list[str] = []
     write = Parts.write
     monkeypatch.setattr(
-        Parts, "write", lambda self, number, rows: (written.append(f"{number:06d}.jsonl"), write(self, number, rows))
+        Parts, "write", lambda self, number, *rest: (written.append(f"{number:06d}.jsonl"), write(self, number, *rest))
     )
     assert generation(tmp_path, attempt=2) == 0
     assert {*written} | finished == {f"{number:06d}.jsonl" for number in range(4)} and not {*written} & finished

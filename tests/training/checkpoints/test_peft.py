@@ -17,7 +17,7 @@ from hpc_rl.training.models.loading import load_sharded, trained_weights
 from tests.finetune import test_preferences as pairs
 from tests.finetune.jobs import run_here
 
-peft = pytest.importorskip("peft", reason="make test-peft installs it")
+peft = pytest.importorskip("peft", reason="peft is not installed: make test-peft")
 ALONE = World(rank=0, size=1, device=torch.device("cpu"))
 IDS = torch.arange(4, 40)[None]
 folder = pairs.folder

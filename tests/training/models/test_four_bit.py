@@ -59,7 +59,7 @@ def test_an_export_without_the_library_may_leave_the_adapters_alone(
 @pytest.fixture(autouse=True)
 def library(request: pytest.FixtureRequest) -> None:
     if "without_the_library" not in request.node.name:
-        pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed: pip install '.[qlora]'")
+        pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed: make test-qlora")
 
 
 @pytest.fixture(scope="module")

@@ -8,10 +8,13 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification
 
+from hpc_rl.config.training import TrainingConfig
 from hpc_rl.errors import UserError
-from hpc_rl.training.models.loading import stored_weights, weights_of
+from hpc_rl.training.distributed import World
+from hpc_rl.training.models.loading import load_sharded, stored_weights, weights_of
 from tests.finetune.jobs import spawn
 from tests.helpers import make_tiny_model
 from tests.training.models import loaded
@@ -22,6 +25,14 @@ UNEVEN = 323
 
 def qwen(folder: Path, **settings: Any) -> Path:
     return make_tiny_model(folder, vocab=UNEVEN, **settings)
+
+
+def change_weights(folder: Path, changed: dict[str, torch.Tensor | None]) -> Path:
+    """Replace weights of a model in one file; None removes one."""
+    file = folder / "model.safetensors"
+    weights = {**load_file(file), **changed}
+    save_file({name: weight for name, weight in weights.items() if weight is not None}, file, {"format": "pt"})
+    return folder
 
 
 def in_several_files(folder: Path) -> Path:
@@ -90,7 +101,6 @@ DIRECT = [("policy", name) for name in ("qwen", "tied", "scaled rotary", "buffer
 DIRECT += [("reference", "qwen"), ("critic", "qwen"), ("critic", "tied"), ("critic", "classifier")]
 DIRECT += [("reward", "classifier")]
 THROUGH_RANK_0 = [("policy", name) for name in ("experts", "pickled", "no prefix", "two names")]
-THROUGH_RANK_0 += [("reward", "qwen")]
 
 
 @pytest.mark.parametrize("role, name", DIRECT)
@@ -112,7 +122,7 @@ def test_what_transformers_has_to_load(models: dict[str, Path], role: str, name:
 
 def test_two_ranks_have_the_weights_that_one_has(models: dict[str, Path]) -> None:
     cases = [{"role": role, "path": str(models[name]), "random_state": "same"} for role, name in DIRECT]
-    cases += [{"role": role, "path": str(models[name])} for role, name in THROUGH_RANK_0 if role != "reward"]
+    cases += [{"role": role, "path": str(models[name])} for role, name in THROUGH_RANK_0]
     cases += [{"role": "policy", "path": str(models[name]), "dtype": "bfloat16"} for name in ("parts", "tied")]
     cases += [{"role": "policy", "path": str(models["tied"]), "sharding": mode} for mode in ("none", "gradients")]
     results = spawn(["-m", loaded.__name__, json.dumps(cases)], ranks=2, timeout=600)
@@ -139,6 +149,49 @@ def test_every_rank_reports_what_is_wrong(models: dict[str, Path], tmp_path: Pat
     assert "model.safetensors.index.json names model-00002-of" in messages[0][1]
     assert "model.path: no model could be loaded from" in messages[0][2]
     assert "has no trained head 'score'" in messages[0][3]
+
+
+OF_A_LAYER = "model.layers.0.self_attn.q_proj.weight"
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({f"{OF_A_LAYER}_scale": torch.ones(1)}, f"has weights without a use: {OF_A_LAYER}_scale"),
+        ({OF_A_LAYER: None}, f"has no {OF_A_LAYER}"),
+        ({"lm_head.weight": None}, r"has no lm_head\.weight"),
+        ({OF_A_LAYER: torch.ones(3, 3)}, f"has weights of another shape than its config.json: {OF_A_LAYER}"),
+        ({OF_A_LAYER: torch.ones(32, 32).to(torch.float8_e4m3fn)}, "has quantised weights.* F8_E4M3"),
+    ],
+)
+@pytest.mark.parametrize("load", ["load", "load_sharded"])
+def test_weights_that_do_not_belong_to_the_model_are_refused(
+    tmp_path: Path, changed: dict[str, torch.Tensor | None], message: str, load: str
+) -> None:
+    """transformers would train new random weights, or leave out the scales of quantised ones."""
+    path = change_weights(qwen(tmp_path), changed)
+    pretrained = loaded.pretrained("policy", str(path), "float32")
+    with pytest.raises(UserError, match=rf"model\.path .* {message}"):
+        if load == "load":
+            pretrained.load()
+        else:
+            load_sharded(pretrained, World(0, 1, torch.device("cpu")), TrainingConfig())
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "mtp.layers.0.mlp.gate_proj.weight",
+        "model.layers.2.eh_proj.weight",
+        "model.visual.blocks.0.attn.qkv.weight",
+        "model.layers.0.self_attn.rotary_emb.inv_freq",
+    ],
+)
+def test_weights_that_a_language_model_does_not_need_are_left_out(tmp_path: Path, name: str) -> None:
+    path = change_weights(qwen(tmp_path), {name: torch.ones(2, 2)})
+    pretrained = loaded.pretrained("policy", str(path), "float32")
+    assert stored_weights(pretrained, pretrained.empty()) is not None
+    pretrained.load()
 
 
 def test_a_file_that_is_no_model(tmp_path: Path) -> None:
