@@ -17,7 +17,7 @@ from tests.sandbox.spec import Gpus, Shape
 
 pytestmark = [pytest.mark.sandbox, pytest.mark.slow]
 
-PROGRAM = ("trainer.device=cpu", "--", "true")
+PROGRAM = ("trainer.device=cpu", "--", "train.py")
 
 
 @pytest.fixture(scope="module")
@@ -31,6 +31,7 @@ def cluster(slurm_tree: str) -> Iterator[Cluster]:
 def workspace(cluster: Cluster) -> Workspace:
     folder = cluster.shared / "project"
     folder.mkdir()
+    (folder / "train.py").touch()
     return Workspace(folder, cluster.env, cluster.login(folder))
 
 
@@ -120,7 +121,7 @@ def test_slurm_distinguishes_the_capital_letters_of_a_gpu_type(cluster: Cluster,
     refused = cluster.run(["sbatch", "--test-only", "--gres=gpu:A100:1", "--wrap", "true"], cwd=cluster.shared)
     assert refused.returncode != 0
     done = workspace.hpc_rl(
-        "submit", "torchrun", "--dry-run", "slurm.gpu_type=A100", "--gpus-per-node", "1", "--", "true"
+        "submit", "torchrun", "--dry-run", "slurm.gpu_type=A100", "--gpus-per-node", "1", "--", "train.py"
     )
     assert done.returncode == 2 and "write slurm.gpu_type=a100" in done.stderr
 
