@@ -220,7 +220,7 @@ def test_the_stored_tokens(name: str, trained: Tokenizer) -> None:
 def test_the_page_shows_the_table() -> None:
     """docs/chat-templates.md has what the golden files have."""
     lines = [
-        "| family | trained of one answer | a response ends at | earlier turns | shapes of rows that are refused |"
+        "| family | trained text of one answer | a response ends at | earlier turns | refused shapes of rows |"
     ]
     lines.append("| --- | --- | --- | --- | --- |")
     for name, family in FAMILIES.items():
@@ -229,7 +229,7 @@ def test_the_page_shows_the_table() -> None:
         ends = " ".join(f"`{token}`" for token in family.ends.split()) or "the tokenizer's own token"
         earlier = "as if they were the last" if family.rewrites else "as the template has them"
         trained_one = json.dumps(family.answer, ensure_ascii=False)[1:-1]
-        cells = [name, f"`{trained_one}`", ends, earlier, ", ".join(refused) or "none"]
+        cells = [name, f"`{trained_one}`", ends, earlier, "; ".join(refused) or "none"]
         lines.append(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |")
     begin, end = "<!-- table of families -->\n", "\n<!-- end of the table -->"
     before, _, rest = PAGE.read_text().partition(begin)
