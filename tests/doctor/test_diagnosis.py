@@ -94,7 +94,7 @@ OTHERS = [
     ("ncclSystemError: System call (e.g. socket, malloc) failed", "A system call of NCCL failed"),
     ("ncclInternalError: Internal check failed.", "NCCL reports an internal error"),
     ("NCCL WARN Call to ibv_reg_mr failed with error Cannot allocate memory", "The limit on locked memory is too low"),
-    ("OSError: [Errno 12] Cannot allocate memory", "The program asked for more memory than there is"),
+    ("OSError: [Errno 12] Cannot allocate memory", "The program requested more memory than there is"),
     ("torch.OutOfMemoryError: HIP out of memory. Tried to allocate 2.00 GiB.", "CUDA out of memory"),
     ("OSError: [Errno 13] Permission denied: '/data/x'", "Permission denied"),
     ("PermissionError: [Errno 13] Permission denied: '/tmp/ray/session_1'", "Ray's folder belongs to another user"),
