@@ -190,7 +190,7 @@ def continue_in_job_python(command: str, packages: Sequence[str], python: str | 
             f"site show lists its files), or install: {install_command('train', sys.executable)}"
         )
     if problem := check_packages(python, ["hpc_rl", *packages], command):
-        raise UserError(f"{lacking}; {problem.partition(':')[0]}: run the command where it is")
+        raise UserError(f"{lacking}; {problem.partition(':')[0]}. Run the command on a machine that has it")
     note(f"{command} runs in {python} (slurm.python), because this Python lacks {names}")
     sys.stdout.flush()
     os.execv(python, [python, "-P", "-m", "hpc_rl.cli", *sys.argv[1:]])

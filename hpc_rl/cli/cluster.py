@@ -215,7 +215,7 @@ def detect(
             continue
         found, still_refused = tried(other, _only(choose_accounts(facts, other), other), is_account_fixed=False)
         if still_refused is None:
-            note(f"sbatch refuses all test jobs in partition {partition.name}, which is more likely: {refused}")
+            note(f"sbatch refuses all test jobs in partition {partition.name}, so {other.name} is proposed: {refused}")
             partition, choice, refused = other, found, None
             break
     login_node.write(path, propose(facts, partition, choice, today, refused), force)

@@ -104,7 +104,7 @@ def convert(
         str | None,
         typer.Option(
             metavar="SHAPE",
-            help="Shape of the rows, such as sharegpt or alpaca. The default is that of the first row.",
+            help="Shape of the rows, such as sharegpt or alpaca. By default, the first row determines it.",
             show_default=False,
         ),
     ] = None,

@@ -30,7 +30,7 @@ from hpc_rl.run_dir import ENV_RUN_DIR, RunDir
 def status(run: OptionalRunArgument = None, as_json: JsonOption = False) -> None:
     """Show the state and progress of a run, or of all stages of a pipeline. If a run failed, the cause comes first.
 
-    Without a name: of the run in ./runs that was submitted last.
+    Without a name, the command uses the run in ./runs that was submitted last.
 
     Example: hpc-rl status sft-1
     """
@@ -91,7 +91,7 @@ def logs(
         raise UserError(f"run {found.name} has no {what} in {found.path}{ended}")
     for path in files:
         if path.exists() and path.stat().st_size > MOST_LOG_BYTES:
-            note(f"of {path}, only the last {MOST_LOG_BYTES // 2**20} MiB are shown")
+            note(f"only the last {MOST_LOG_BYTES // 2**20} MiB of {path} are shown")
     if follow and node is None and not as_json:
         with RunView(found) as view:
             leave(wait_for(found, view.poll))

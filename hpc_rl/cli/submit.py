@@ -173,7 +173,9 @@ def submit(
     script: Annotated[
         Path | None,
         typer.Option(
-            parser=path, help="Submit this script, which `hpc-rl render` wrote, possibly edited.", show_default=False
+            parser=path,
+            help="Job script to submit. `hpc-rl render` writes it, and you may edit it.",
+            show_default=False,
         ),
     ] = None,
     test: Annotated[

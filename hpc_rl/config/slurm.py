@@ -81,7 +81,7 @@ class SlurmConfig(Section):
     task_option: TaskOption = "ntasks-per-node"
     """Option of sbatch that requests one task on each node on this cluster. both: --ntasks and --ntasks-per-node."""
     login_shell: bool = False
-    """Run the job script in a login shell (#!/bin/bash -l), which reads /etc/profile and your own one."""
+    """Run the job script in a login shell (#!/bin/bash -l), which reads /etc/profile and your own profile."""
     leave_out: list[Omittable] = []
     """Directives to leave out of the script because this cluster refuses them."""
     warning_s: int = Field(180, ge=1, le=65535)
@@ -114,7 +114,7 @@ class SlurmConfig(Section):
     interface: Line | None = None
     """Network interface between the nodes (ib0, hsn0). null: that of the default route."""
     start_timeout_s: int = Field(300, ge=1)
-    """Deadline in seconds for all nodes of the job to connect to each other."""
+    """Deadline in seconds for the first task of the job to start, and again for all nodes to connect to each other."""
 
     @field_validator("time", mode="before")
     @classmethod

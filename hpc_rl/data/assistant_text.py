@@ -31,15 +31,15 @@ _TRIAL: list[dict[str, Any]] = [
 ]
 
 _NO_END = (
-    "the chat template ends the assistant's turns with no special token: no model learns to stop from it, and only the "
-    "tokenizer's own end-of-sequence token ends a response; set data.chat_template to a template that ends turns"
+    "the chat template ends the assistant's turns with no special token: a model cannot learn to stop from it, and "
+    "only the tokenizer's own end-of-sequence token ends a response; set data.chat_template to a template that ends turns"
 )
 _COMPOSED = (
     "the chat template renders earlier turns of the assistant in another form than the last one: each turn is trained "
-    "in the form of a last one, which is what the model has to write"
+    "as if it were the last one, because the model has to generate this form"
 )
 _UNMARKED_END = (
-    "the chat template has the end of a turn, {}, outside of its generation marks, so that a model does not learn to "
+    "the chat template has the end of a turn, {}, outside of its generation marks, so a model cannot learn to "
     "stop: put {{% endgeneration %}} behind it"
 )
 

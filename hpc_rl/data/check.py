@@ -112,7 +112,7 @@ def _summary(file: str, rows: int, data: AnyData, unread: Mapping[str, int]) -> 
     yield f"{file}: {counted(rows, 'row')}, all valid {_kind_of_rows(data)}"
     if unread:
         found = ", ".join(f"{name} ({count:,})" for name, count in sorted(unread.items()))
-        yield f"columns that are not read, with the number of rows that have something in them: {found}"
+        yield f"columns that are not read, with the number of rows that have a value: {found}"
 
 
 def _effects(unused: Mapping[str, int], rows: int) -> Iterator[str]:

@@ -119,8 +119,8 @@ def _extras(row: Row, where: str, data: PromptConfig, tools: Sequence[dict[str, 
     own = extras(row, where)
     if own.tools and tools:
         raise UserError(
-            f"{where}: the row has tools, and the environment has others; the model can be told only one of the two: "
-            "remove the column 'tools', or the tools of the environment"
+            f"{where}: the row has tools, and the environment has others; only one of the two can be described "
+            "to the model: remove the column 'tools', or the tools of the environment"
         )
     return Extras(own.tools or list(tools), {**data.chat_template_kwargs, **own.variables})
 

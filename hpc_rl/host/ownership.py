@@ -160,8 +160,8 @@ def refuse_foreign(what: str, path: Path) -> None:
     if found is not None:
         raise UserError(
             f"{what} is not used, because it could be the work of another user: {found}. Copy it into a folder that "
-            "only you can change (or chmod go-w), or set slurm.group in ~/.config/hpc-rl/site.yaml to the group that "
-            "you share the folder with"
+            "only you can change (or run chmod go-w), or set slurm.group in ~/.config/hpc-rl/site.yaml to the group "
+            "that you share the folder with"
         )
 
 

@@ -69,7 +69,7 @@ def refuse_secrets(texts: Mapping[str, str]) -> None:
     if found:
         lines = (
             f"{where} contains the value of {name}, which job script, config.yaml, job.json and report would show: "
-            f"remove it, and let the program read {name} itself: jobs have the variables and files of your shell"
+            f"remove it, and let the program read {name} itself: jobs get the variables of your shell"
             for where, name in found.items()
         )
         raise UserError("\n".join(lines))

@@ -264,7 +264,7 @@ def sampler_warning(metrics: dict[str, float], staleness: int) -> str | None:
             return None
         return (
             f"warning: the policy is {distance:.2f} nats per token from the one that sampled the responses (threshold: "
-            f"{STALE_WARNING}): old responses mislead the training. Lower actor.optim.lr, or rollout.staleness "
+            f"{STALE_WARNING}): old responses mislead the training. Lower actor.optim.lr or rollout.staleness "
             f"({staleness})"
         )
     mean = metrics.get("training/rollout_probs_diff_mean", 0.0)

@@ -363,7 +363,7 @@ def _run_of_job(job_id: str) -> RunDir:
         past = (
             f"in Slurm's accounting it is {state.state}, without the path of its log"
             if state
-            else "Slurm has no record of it, which without accounting is so some minutes after a job has ended"
+            else "Slurm has no record of it, as is usual some minutes after the end of a job without accounting"
         )
         raise UserError(f"{where}, and {past}: name the run or its directory")
     if not is_run(Path(log).parent):

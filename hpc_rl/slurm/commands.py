@@ -237,7 +237,7 @@ def associations(name: str) -> list[cluster.Association]:
         user = f"user={pwd.getpwuid(os.getuid()).pw_name}"
     except KeyError:
         raise NoAnswer(
-            f"user id {os.getuid()} has no name on this machine, by which accounting lists accounts"
+            f"user id {os.getuid()} has no name on this machine, and accounting lists accounts by name"
         ) from None
     show = ["sacctmgr", "-nP", "show", "assoc", user, f"format={cluster.ASSOCIATION_COLUMNS}"]
     return cluster.read_associations(_checked_output(show), name)

@@ -97,7 +97,9 @@ def _after_runs(target: str, path: Path, found: list[RunDir]) -> After:
             waited.append(str(now.job_id))
             places.add(place_of(run))
     if len(places) > 1:
-        raise UserError(f"--after {target}: its jobs are in several clusters, and a job can wait for those of one only")
+        raise UserError(
+            f"--after {target}: its jobs are in several clusters, but a job can wait for jobs of one cluster only"
+        )
     coming = frozenset(result for run in found for result in results_of(run))
     return After(str(path), tuple(waited), coming, next(iter(places), None))
 
@@ -120,7 +122,8 @@ def _after_job(job_id: str) -> After:
         raise UserError(f"--after {job_id}: {error}") from error
     if state is None:
         raise UserError(
-            f"--after {job_id}: Slurm has no record of this job, which without accounting is so minutes after its end"
+            f"--after {job_id}: Slurm has no record of this job, as is usual some minutes after the end of a job on a "
+            "cluster without accounting. Check the job id, or leave --after out if the job has completed"
         )
     if state.ended and state.state != COMPLETED:
         raise UserError(f"--after {job_id}: this job is {state.state}, so a job after it would never start")

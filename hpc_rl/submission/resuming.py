@@ -54,7 +54,7 @@ def start_of(run: RunDir) -> str:
     """Return what a run does when its job starts again: `resumes from step-00000040`, for example."""
     row = KINDS.get(str(run.read_job().get("kind")))
     if row is not None and row.trainer is None:
-        return "starts again, and resumes if your program does"
+        return "starts again, and resumes if your program can"
     saved = newest_checkpoint(run) or saved_by(run)
     return f"resumes from {saved}" if saved else "starts from the beginning: it has no checkpoint"
 
@@ -126,8 +126,8 @@ def _changed_data(job: Job) -> Iterator[str]:
             continue
         if size != then[0]:
             raise UserError(
-                f"{file} has {size:,} bytes, and had {then[0]:,} when run {job.run_dir.name} was submitted, and would "
-                "resume in the middle of other data: restore the file, or choose another --job-name"
+                f"{file} has {size:,} bytes, and had {then[0]:,} when run {job.run_dir.name} was submitted: the run "
+                "would resume in the middle of other data. Restore the file, or choose another --job-name"
             )
         yield f"{file} was written again after run {job.run_dir.name} was submitted: the run resumes in the new file"
 

@@ -136,7 +136,7 @@ def test_fields_without_effect_are_counted(folder: Path, installed: bool, monkey
     if not installed:
         monkeypatch.setitem(sys.modules, "transformers", None)
     found = list(check_data(str(folder / "rows.jsonl"), 1, SFT, ModelConfig(path="x"), folder / "model"))
-    assert "columns that are not read, with the number of rows that have something in them: answer (1), id (2)" in found
+    assert "columns that are not read, with the number of rows that have a value: answer (1), id (2)" in found
     assert (
         "fields without effect: name (2), reasoning_content (2): the chat template does not render them, or nothing "
         "reads them" in found

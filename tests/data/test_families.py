@@ -219,9 +219,7 @@ def test_the_stored_tokens(name: str, trained: Tokenizer) -> None:
 
 def test_the_page_shows_the_table() -> None:
     """docs/chat-templates.md has what the golden files have."""
-    lines = [
-        "| family | trained text of one answer | a response ends at | earlier turns | refused shapes of rows |"
-    ]
+    lines = ["| family | trained text of one answer | a response ends at | earlier turns | refused shapes of rows |"]
     lines.append("| --- | --- | --- | --- | --- |")
     for name, family in FAMILIES.items():
         golden = json.loads((GOLDEN / f"{name}.json").read_text())

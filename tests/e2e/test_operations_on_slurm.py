@@ -118,7 +118,7 @@ def test_a_sweep_is_stopped_attached_to_queued_again_and_cancelled(workspace: Wo
     assert "has no job to cancel: 3 CANCELLED" in workspace.ok("cancel", "wait")
 
     (sweep / "wait_2" / "go").touch()
-    assert "run wait_2 starts again, and resumes if your program does (previous state: CANCELLED)" in workspace.ok(
+    assert "run wait_2 starts again, and resumes if your program can (previous state: CANCELLED)" in workspace.ok(
         "requeue", "wait_2"
     )
     wait_for_states(workspace, "wait", "CANCELLED", "COMPLETED", "CANCELLED")

@@ -383,7 +383,7 @@ def test_a_run_is_found_by_the_id_of_any_of_its_jobs_from_any_folder(
     (tmp_path / "other").mkdir()
     monkeypatch.chdir(tmp_path / "other")
     assert status.find_run("9") == status.find_run("7") == run
-    with pytest.raises(UserError, match="Slurm has no record of it, which without accounting is so some minutes after"):
+    with pytest.raises(UserError, match="Slurm has no record of it, as is usual some minutes after"):
         status.find_run("8")
     (tmp_path / "slurm" / "sacct").write_text("#!/bin/sh\necho '8|TIMEOUT|0:0|node1|None'\n")
     with pytest.raises(UserError, match="in Slurm's accounting it is TIMEOUT, without the path of its log"):

@@ -133,7 +133,9 @@ class Pretrained(Generic[Model]):
         """Raise UserError if a weight has no value, or another shape, or no use."""
         problems = {
             "has no": [name for name in info["missing_keys"] if not self.may_be_new(name)],
-            "has weights without a use:": [name for name in info["unexpected_keys"] if not self.is_unused(name, hf)],
+            "has weights that the model does not use:": [
+                name for name in info["unexpected_keys"] if not self.is_unused(name, hf)
+            ],
             "has weights of another shape than its config.json:": [str(found[0]) for found in info["mismatched_keys"]],
         }
         for problem, names in problems.items():

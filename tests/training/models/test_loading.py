@@ -157,7 +157,7 @@ OF_A_LAYER = "model.layers.0.self_attn.q_proj.weight"
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
-        ({f"{OF_A_LAYER}_scale": torch.ones(1)}, f"has weights without a use: {OF_A_LAYER}_scale"),
+        ({f"{OF_A_LAYER}_scale": torch.ones(1)}, f"has weights that the model does not use: {OF_A_LAYER}_scale"),
         ({OF_A_LAYER: None}, f"has no {OF_A_LAYER}"),
         ({"lm_head.weight": None}, r"has no lm_head\.weight"),
         ({OF_A_LAYER: torch.ones(3, 3)}, f"has weights of another shape than its config.json: {OF_A_LAYER}"),
