@@ -32,7 +32,8 @@ _TRIAL: list[dict[str, Any]] = [
 
 _NO_END = (
     "the chat template ends the assistant's turns with no special token: a model cannot learn to stop from it, and "
-    "only the tokenizer's own end-of-sequence token ends a response; set data.chat_template to a template that ends turns"
+    "only the tokenizer's own end-of-sequence token ends a response; set data.chat_template to a template that ends "
+    "turns"
 )
 _COMPOSED = (
     "the chat template renders earlier turns of the assistant in another form than the last one: each turn is trained "
