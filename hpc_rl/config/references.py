@@ -106,7 +106,7 @@ def _each(value: Any, change: Callable[[str], str]) -> Any:
 
 
 def _is_marked(schema: type[BaseModel], key: str) -> bool:
-    """Return whether the type of a dotted key says that variables are replaced."""
+    """Return whether variables are replaced in values of the type of a dotted key."""
     *sections, last = key.split(".")
     owner: Any = schema
     for name in sections:

@@ -129,7 +129,7 @@ def remarks(template: str, added: Mapping[str, bool], special: Mapping[str, str]
             return [_COMPOSED] if find_spans(text_of, _TRIAL, ends, "chat template").is_composed else []
         text, spans = render_marked(template, _TRIAL, "chat template", special)
     except UserError:
-        return []  # a template may refuse this conversation, and the rows say whether it refuses theirs
+        return []  # a template may refuse this conversation, and the rows show whether it refuses theirs
     token = ends.answer.token if ends.answer else ""
     return [] if token in "".join(text[start:end] for start, end in spans) else [_UNMARKED_END.format(token)]
 

@@ -1,8 +1,8 @@
 """Chat messages in one form, whichever of the forms of OpenAI, TRL, axolotl and verl a row has them in.
 
-A message has `role` and `content` (text), and may have what chat templates know: `tool_calls` with arguments as
-objects, `reasoning_content`, `name` and so on. `content` is null if a turn only calls tools. A turn that is not to be
-learned has `train: false`. What would have to be ignored is refused.
+A message has `role` and `content` (text), and may have further fields that chat templates render: `tool_calls` with
+arguments as objects, `reasoning_content`, `name` and so on. `content` is null if a turn only calls tools. A turn that
+is not to be learned has `train: false`. What would have to be ignored is refused.
 """
 
 from __future__ import annotations

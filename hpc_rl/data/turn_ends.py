@@ -1,7 +1,7 @@
 """How a chat template ends the turns of the assistant, found from what it renders.
 
-A tokenizer's list of special tokens does not say which of them ends a turn: for many base models it is not the named
-end-of-sequence token, and a template may write tokens of channels and of thinking too. The template itself says it: it
+A tokenizer's list of special tokens does not show which of them ends a turn: for many base models it is not the named
+end-of-sequence token, and a template may write tokens of channels and of thinking too. The template itself shows it: it
 is the last special token that follows an answer both at the end of a conversation and before a further message.
 """
 

@@ -93,7 +93,7 @@ def filter_for(machine: str) -> Filter | None:
 
 
 def prepare() -> Callable[[], None]:
-    """Return a function that restricts the calling process and its future children for ever.
+    """Return a function that restricts the calling process and its future children forever.
 
     It is for a child between fork and exec, and so only makes system calls.
     """

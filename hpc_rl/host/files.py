@@ -95,7 +95,7 @@ def open_regular(path: Path | str, *, named: bool = False) -> IO[bytes]:
 
 
 class NotPlainError(FileNotFoundError):
-    """There is a file, but reading it could wait for ever, or give away another one."""
+    """There is a file, but reading it could wait forever, or give away another one."""
 
 
 def _open_in_folder(path: Path) -> tuple[int, tuple[int, ...]]:

@@ -51,7 +51,7 @@ def check(spec: str, signature: Signature, kwargs: Mapping[str, Any]) -> None:
 
 
 def refuse_others(spec: str, signature: Signature) -> None:
-    """Raise UserError if the function would get something else than the names of its parameters say.
+    """Raise UserError if the function would get other values than the names of its parameters mean.
 
     Functions for TRL and OpenRLHF receive lists by name; others receive the answer before the response.
     """

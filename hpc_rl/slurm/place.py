@@ -94,7 +94,7 @@ def here(environ: Mapping[str, str], clusters: str | None = None) -> Place:
     """Return the place of new jobs, and of questions that are not about a job.
 
     Args:
-        clusters: value of --clusters; None for what the environment says.
+        clusters: value of --clusters; None for the cluster that the environment names.
     """
     if clusters is None:
         clusters = asked_clusters(environ)

@@ -162,7 +162,7 @@ def run_dir_of_script(text: str, variable: str, environ: Mapping[str, str]) -> s
 
 
 def never_starts(reason: str) -> str | None:
-    """Return why a job with this reason waits for ever, and what to do; None if it may start."""
+    """Return why a job with this reason waits forever, and what to do; None if it may start."""
     if reason in NEVER:
         return NEVER[reason]
     if _PER_JOB.fullmatch(reason):
