@@ -63,13 +63,13 @@ def test_a_command_without_a_run_takes_the_one_submitted_last(tmp_path: Path, mo
         (folder / "job.json").write_text(json.dumps({"job_id": "local-1", "host": "elsewhere"}))
         (folder / "status.json").write_text(json.dumps({"job_id": "local-1", "state": "COMPLETED", "exit_code": 0}))
         (folder / "job-local-1.log").write_text(f"log of {name}\n")
-        (folder / "metrics.jsonl").write_text(f'{{"step": 7, "total_steps": 9, "train/loss": {number}}}\n')
+        (folder / "metrics.jsonl").write_text(f'{{"step": 7, "total_steps": 9, "time": 5.0, "train/loss": {number}}}\n')
         os.utime(folder / "job.json", (0, 5 if name == "a" else number))
     (tmp_path / "runs" / "notes").mkdir()
     assert run("status").output.split()[:2] == ["run", "a"]
     assert run("logs").output == "log of a\n"
     assert run("metrics").output.split() == ["step", "loss", "7", "1.0000"]
-    assert run("metrics", "c", "--csv").output == "step,total_steps,time,train/loss\n7,9,,2\n"
+    assert run("metrics", "c", "--csv").output == "step,total_steps,time,train/loss\n7,9,5.0,2\n"
 
 
 @pytest.mark.parametrize(
