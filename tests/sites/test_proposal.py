@@ -154,7 +154,7 @@ def test_what_sbatch_refuses_is_in_the_profile(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changed", "known"),
     [
-        ({"denied_accounts": frozenset({"mlgroup", "teaching"})}, {}),
+        ({"denied_accounts": frozenset({"mlgroup", "root", "teaching"})}, {}),
         ({"denied_qos": frozenset({"normal"})}, {}),
         ({"submit_hosts": frozenset({"login1"})}, {"host": "login2"}),
         ({"only_root": True}, {}),
@@ -172,7 +172,7 @@ def test_partitions_that_let_the_user_in_after_all() -> None:
     found = facts("typed-gres-26.05.5")
     gpu = next(one for one in found.partitions if one.name == "gpu")
     lenient = {
-        "denied_accounts": frozenset({"teaching"}), "denied_qos": frozenset({"spot"}), "only_root": True,
+        "denied_accounts": frozenset({"root", "teaching"}), "denied_qos": frozenset({"spot"}), "only_root": True,
         "submit_hosts": frozenset({"login1"}),
     }  # fmt: skip
     one = replace(gpu, **lenient)
