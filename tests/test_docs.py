@@ -68,7 +68,7 @@ TO_BE_WRITTEN = {"configs/recipe/mine.yaml", "hpc_rl/images/charliecloud.py"}
 """Files that the reader is asked to write."""
 REMOVED = {"critic.enable"}
 """Keys that CHANGELOG.md names because they no longer exist."""
-OTHERS = {"from-verl.md", "from-openrlhf.md", "from-trl.md"}
+OTHERS = {"from-verl.md", "from-openrlhf.md"}
 """Pages with other projects' keys, in the first column of their tables."""
 
 

@@ -148,7 +148,10 @@ def test_fields_without_effect_are_counted(folder: Path, installed: bool, monkey
     ("template", "said"),
     [
         (CHATML.replace("<|im_end|>", ""), "ends the assistant's turns with no special token"),
-        (CHATML.replace("{{ m.content }}", "{{ '<t>' if loop.last }}{{ m.content }}"), "in another form than the last"),
+        (
+            CHATML.replace("{{ m.content }}", "{{ '<t>' if loop.last and m.role == 'assistant' }}{{ m.content }}"),
+            "in another form than the last",
+        ),
         (MARKED.replace("<|im_end|>{% endgeneration %}", "{% endgeneration %}<|im_end|>"), "outside of its generation"),
     ],
 )
