@@ -137,7 +137,7 @@ test-gpu: .venv-gpu
 	touch $@
 
 # What peers need is kept apart, because transformers imports other parts if accelerate is there.
-build/bench: benchmarks/requirements.txt
+build/bench: benchmarks/requirements.txt | .venv/test
 	$(BIN)/pip install --quiet --no-deps --upgrade --target $@ --requirement $<
 	touch $@
 

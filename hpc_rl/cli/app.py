@@ -173,6 +173,7 @@ def continue_in_job_python(command: str, packages: Sequence[str], python: str | 
     Raises:
         UserError: neither has them.
     """
+    from hpc_rl.config.references import expanded_path
     from hpc_rl.host.installation import install_command
     from hpc_rl.host.processes import python_with
     from hpc_rl.sites.profile import load_profile
@@ -181,7 +182,11 @@ def continue_in_job_python(command: str, packages: Sequence[str], python: str | 
     missing = [name for name in packages if python_with(name, None) is None]
     if not missing:
         return
-    python = python or load_profile(None).values.get("slurm.python")
+    if python is None and (named := load_profile(None).values.get("slurm.python")):
+        try:
+            python = expanded_path(named)
+        except ValueError as error:
+            raise UserError(f"slurm.python: {error}") from error
     names = ", ".join(missing)
     lacking = f"{command} needs {names}, and {sys.executable} lacks {'it' if len(missing) == 1 else 'them'}"
     if python is None:

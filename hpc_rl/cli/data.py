@@ -99,7 +99,7 @@ def convert(
     file: Annotated[
         str, typer.Argument(metavar="FILE", help="Data file, or the name of a data set on the hub (its train split).")
     ],
-    output: Annotated[Path, typer.Option(help="File to write: jsonl.")],
+    output: Annotated[Path, typer.Option(parser=path, help="File to write: jsonl.")],
     shape: Annotated[
         str | None,
         typer.Option(

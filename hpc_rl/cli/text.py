@@ -6,6 +6,7 @@ from collections.abc import Sequence, Set
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from hpc_rl.run_dir import RunDir
 from hpc_rl.tracking.formatting import duration
 
 if TYPE_CHECKING:
@@ -20,6 +21,8 @@ MOST_SHOWN = 300
 
 
 def status_text(found: RunStatus) -> str:
+    from hpc_rl.runs.status import in_slurm, is_local
+
     rows: list[tuple[str, object]] = [
         ("run", f"{found.run}  ({short_path(Path(found.run_dir))})"),
         ("job", found.job_id or "none"),
@@ -44,8 +47,8 @@ def status_text(found: RunStatus) -> str:
     if found.state == "RUNNING" and found.metrics.get("perf/eta_s") is not None:
         rows.append(("time left", duration(found.metrics["perf/eta_s"])))
     if found.state == "STOPPED":
-        is_local = (found.job_id or "").startswith("local-")
-        again = f"the same command with --job-name {found.run}" if is_local else f"hpc-rl requeue {found.run}"
+        is_queued = not is_local(found.job_id or "") and in_slurm(RunDir(Path(found.run_dir)))
+        again = f"hpc-rl requeue {found.run}" if is_queued else f"the same command with --job-name {found.run}"
         rows.append(("to resume", again))
     if found.disk:
         rows.append(("disk", found.disk))

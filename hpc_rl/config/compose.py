@@ -88,10 +88,10 @@ def compose_each(
             tree = _with_values(job, copy.deepcopy(base), own)
         for key, value in (settings or {}).items():
             put(tree, key, value)
+        resolve(KINDS[job].schema, tree)
         for choose in fill_in:
             for key, value in choose(tree).items():
                 put(tree, key, value)
-        resolve(KINDS[job].schema, tree)
         words = [*overrides, *own]
         given = [*words, *(f"{key}={value}" for key, value in (settings or {}).items())]
         command = typed or ["hpc-rl", "submit", job, *_as_words(settings or {}), *words]

@@ -33,6 +33,7 @@ def cpu_seconds(limit_s: float, what: str) -> Iterator[None]:
     try:
         yield
     finally:
+        signal.setitimer(signal.ITIMER_VIRTUAL, 0)  # the signal would end a process without a handler
         signal.signal(signal.SIGVTALRM, before)
         signal.setitimer(signal.ITIMER_VIRTUAL, left_s)
 

@@ -118,9 +118,14 @@ def whole_runs(found: Iterable[Usage]) -> list[Removal]:
 
 
 def leftovers(root: Path, runs: Iterable[RunDir]) -> list[Removal]:
-    """Return what interrupted removals left beside runs, in a folder of runs and its sets, and beside checkpoints."""
+    """Return what interrupted removals left beside runs, in a folder of runs and its sets, and beside checkpoints.
+
+    The folder of runs may be a link, such as one to another disk. Links below it are left alone.
+    """
+    root = root.resolve()
     beside = [folder for run in runs for folder in (run.path.parent, run.checkpoints)]
-    places = [folder.absolute() for folder in (root, *root.glob("[!.]*"), *beside)]
+    below = [folder.absolute() for folder in (*root.glob("[!.]*"), *beside) if not folder.is_symlink()]
+    places = dict.fromkeys([root, *below])
     hidden = {path for folder in places for path in folder.glob(f".*{_REMOVED}")}
     doomed = sorted(path for path in hidden if _DOOMED.fullmatch(path.name) and is_own_folder(path))
     return [Removal(path, _measure(path)[1]) for path in doomed]

@@ -99,9 +99,12 @@ def job_log(job_id: str) -> str | None:
 
 
 def job_starts(job_ids: Sequence[str], place: Place) -> list[Start]:
-    """Return every start of these jobs, oldest first. Without accounting the list is empty."""
+    """Return every start of these jobs, oldest first; none without accounting, or if it does not answer."""
     asked = ["sacct", "-X", "-n", "-P", "--duplicates", "-o", COLUMNS, "-j", ",".join(job_ids)]
-    return read_starts(_output(asked, place=place))
+    try:
+        return read_starts(_output(asked, place=place))
+    except NoAnswer:
+        return []
 
 
 def attach_argv(job_id: str, place: Place, node: str, command: Sequence[str], terminal: bool) -> list[str]:

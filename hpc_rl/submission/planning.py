@@ -67,6 +67,7 @@ def planned_config(request: Request) -> JobConfig:
     Raises:
         UserError: the configuration is invalid.
     """
+    request.trust_its_group()
     site = load_profile(request.site).values
     fill_in = [models_of_runs(may_come=True), _placeholders(request.kind), Devices().fill_in]
     return compose(request.kind, request.overrides, request.settings, site, fill_in, request.typed)

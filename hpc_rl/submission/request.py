@@ -61,8 +61,15 @@ class Request:
 
     @property
     def typed(self) -> tuple[str, ...]:
-        """The command as a user types it; empty if it was no command."""
-        return ("hpc-rl", *self.command[1:]) if self.command and Path(self.command[0]).name in _PROGRAMS else ()
+        """The command as a user types it; empty if it was no command, or one of several stages."""
+        is_typed = bool(self.command) and Path(self.command[0]).name in _PROGRAMS and self.command[1:2] != ("chain",)
+        return ("hpc-rl", *self.command[1:]) if is_typed else ()
+
+    def trust_its_group(self) -> None:
+        """Accept files in the working folder of the group that the overrides name, as those of a profile's group."""
+        for word in self.overrides:
+            if word.startswith("slurm.group="):
+                trust_group(word.partition("=")[2])
 
 
 def plan(request: Request, taken: frozenset[str] = frozenset(), nodes: NodeListing | None = None) -> Job:
@@ -90,9 +97,7 @@ def plan(request: Request, taken: frozenset[str] = frozenset(), nodes: NodeListi
     on_test_partition = request.is_test and "slurm.partition" not in request.settings
     models = models_of_runs(may_come=request.after is not None)
     fill_in = [models, *([_choose_test_partition] if on_test_partition else []), devices.fill_in]
-    for word in request.overrides:
-        if word.startswith("slurm.group="):
-            trust_group(word.partition("=")[2])
+    request.trust_its_group()
     site = load_profile(request.site).values
     config = compose(request.kind, request.overrides, request.settings, site, fill_in, request.typed)
     return job_of(request, config, taken, devices)

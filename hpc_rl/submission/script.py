@@ -104,7 +104,7 @@ def _template(name: str) -> tuple[str, str, Callable[[], bool]] | None:
     """Return the text and the file of a template, for Jinja2. A template of another user is refused."""
     shipped_one = shipped("slurm_templates") / name
     for folder in (Path("slurm_templates"), Path("~/.config/hpc-rl/slurm_templates").expanduser()):
-        if (own := folder / name).is_file() and not own.samefile(shipped_one):
+        if (own := folder / name).is_file() and not (shipped_one.is_file() and own.samefile(shipped_one)):
             refuse_foreign(f"template {own}", own)
             return own.read_text(), str(own), lambda: True
     return (shipped_one.read_text(), str(shipped_one), lambda: True) if shipped_one.is_file() else None

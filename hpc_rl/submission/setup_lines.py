@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 from collections.abc import Iterator, Sequence
@@ -33,8 +34,10 @@ def statements(lines: tuple[str, ...]) -> list[str]:
 def bash_errors(lines: Sequence[str]) -> list[str]:
     """Return what bash reports about the syntax of these lines."""
     text = "\n".join(lines)
+    # Bash warns of a locale that this machine lacks, and reads the file in BASH_ENV: neither is about these lines.
+    environ = {**{name: value for name, value in os.environ.items() if name != "BASH_ENV"}, "LC_ALL": "C"}
     done = subprocess.run(
-        ["bash", "-n", "-c", text], capture_output=True, text=True, timeout=BASH_TIMEOUT_S, check=False
+        ["bash", "-n", "-c", text], env=environ, capture_output=True, text=True, timeout=BASH_TIMEOUT_S, check=False
     )
     return done.stderr.strip().splitlines()
 

@@ -58,6 +58,7 @@ def plan(request: Request, max_parallel: int | None) -> Plan:
     """
     common, points = grid(request.overrides, commands.max_array_size)
     devices = Devices()
+    request.trust_its_group()
     site = load_profile(request.site).values
     swept = [point.overrides for point in points]
     models = models_of_runs(may_come=request.after is not None)

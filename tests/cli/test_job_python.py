@@ -49,9 +49,10 @@ def on_login_node(folder: Path, *words: str, python: str | None) -> subprocess.C
     ],
 )
 def test_a_command_that_needs_torch_runs_in_the_python_of_jobs(
-    folder: Path, words: tuple[str, ...], shown: str
+    folder: Path, words: tuple[str, ...], shown: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    done = on_login_node(folder, *words, python=sys.executable)
+    monkeypatch.setenv("ENVIRONMENT", str(Path(sys.executable).parent))
+    done = on_login_node(folder, *words, python=f"$ENVIRONMENT/{Path(sys.executable).name}")
     assert done.returncode == 0 and shown in done.stdout, done.stderr
     assert f"runs in {sys.executable} (slurm.python)" in done.stderr
 

@@ -144,7 +144,8 @@ def test_rows_that_cannot_be_converted(tmp_path: Path, rows: list[dict[str, Any]
 def test_the_command(tmp_path: Path) -> None:
     file, output = tmp_path / "in.json", tmp_path / "out.jsonl"
     file.write_text(json.dumps([EXAMPLES[9][1]]))
-    found = CliRunner().invoke(app, ["data", "convert", str(file), "--output", str(output)])
+    words = ["data", "convert", str(file), "--output", f"$FOLDER/{output.name}"]
+    found = CliRunner(env={"FOLDER": str(tmp_path)}).invoke(app, words)
     assert found.exit_code == 0 and found.stdout == (
         f"{output}: 1 row of the shape kto\n"
         f"To train: hpc-rl submit dpo data.train_files={output} data.label_key=label algorithm.loss=kto\n"

@@ -172,6 +172,17 @@ def test_an_interrupted_removal_is_finished_by_the_next_one(tmp_path: Path, monk
     assert not leftovers(root, runs) and (root / ".cache.removed").exists()
 
 
+def test_the_folder_of_runs_may_be_a_link(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    run = make_run(tmp_path, "a")
+    left = tmp_path / "runs" / ".b.12.removed"
+    left.mkdir()
+    (tmp_path / "runs").rename(tmp_path / "disk")
+    (tmp_path / "runs").symlink_to("disk")
+    assert remove([*leftovers(Path("runs"), [run]), *whole_runs([usage(run)])], pytest.fail) > 0
+    assert not list((tmp_path / "disk").iterdir())
+
+
 def test_the_command_finishes_a_removal_without_runs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

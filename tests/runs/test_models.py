@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from hpc_rl.config.tree import put
+from hpc_rl.config.compose import compose
+from hpc_rl.config.tree import flat, put
 from hpc_rl.errors import UserError
 from hpc_rl.runs.models import MODEL_KEYS, model_of, models_of_runs
 
@@ -70,3 +71,10 @@ def test_other_models_stay_as_they_are_and_errors_name_the_option() -> None:
         assert models_of_runs(False)({"model": {"path": name}}) == {}
     with pytest.raises(UserError, match=r"teacher\.path sft-2: run sft-2 has no model: "):
         models_of_runs(False)({"teacher": {"path": "sft-2"}})
+
+
+def test_the_directory_of_a_run_may_contain_variables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORK", str(tmp_path))
+    words = ["model.path=$WORK/runs/sft-1", "data.train_files=d.jsonl"]
+    config = compose("sft", words, fill_in=[models_of_runs(may_come=False)])
+    assert flat(config.model_dump())["model.path"] == str(tmp_path / "runs/sft-1/model")

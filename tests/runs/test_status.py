@@ -390,10 +390,13 @@ def test_a_run_is_found_by_the_id_of_any_of_its_jobs_from_any_folder(
         status.find_run("8")
 
 
-def test_a_stopped_run_names_what_resumes_it() -> None:
+def test_a_stopped_run_names_what_resumes_it(tmp_path: Path) -> None:
     def text(state: str, job_id: str) -> str:
         return status_text(RunStatus("sft-1", "x", job_id, state))
 
     assert "to resume  hpc-rl requeue sft-1" in text("STOPPED", "7")
     assert "to resume  the same command with --job-name sft-1" in text("STOPPED", "local-7")
     assert "to resume" not in text("RUNNING", "7") + text("COMPLETED", "7")
+    (tmp_path / "job.json").write_text('{"job_id": "7", "pid": 1}')  # it ran in the allocation around a shell
+    inside = status_text(RunStatus("sft-1", str(tmp_path), "7", "STOPPED"))
+    assert "to resume  the same command with --job-name sft-1" in inside

@@ -97,3 +97,12 @@ def test_a_local_chain_waits_for_no_job() -> None:
     requests = [_stage(line.split(), local=True) for line in (f"{FIRST} --after 7", SECOND)]
     with pytest.raises(UserError, match="--local starts immediately: leave out --after"):
         chain.plan(requests, local=True)
+
+
+def test_a_message_completes_the_command_of_one_stage(monkeypatch: pytest.MonkeyPatch) -> None:
+    words = ["sft", "trainer.device=cpu", "--", "sft"]
+    monkeypatch.setattr("sys.argv", ["/usr/bin/hpc-rl", "chain", *words])
+    with pytest.raises(UserError) as caught:
+        chain.plan([_stage(each, local=False) for each in _split_stages(words)])
+    command = str(caught.value).splitlines()[-1].strip()
+    assert command.startswith("hpc-rl submit sft trainer.device=cpu model.path=") and "--" not in command.split()

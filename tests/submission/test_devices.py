@@ -6,6 +6,7 @@ import pytest
 
 from hpc_rl.slurm import commands
 from hpc_rl.slurm.cluster import NodeGroup
+from hpc_rl.slurm.place import Place
 from hpc_rl.submission.devices import Devices
 
 GPU = NodeGroup("gpu", 10, 64, 500_000, {"a100": 4}, is_default=True)
@@ -20,7 +21,7 @@ def slurm(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """A cluster of two partitions; counts how often it is asked."""
     asked: list[int] = []
 
-    def groups() -> list[NodeGroup]:
+    def groups(_place: Place) -> list[NodeGroup]:
         asked.append(1)
         return [CPU, FAT, PLAIN, GPU]
 

@@ -388,6 +388,9 @@ def test_a_template_in_the_working_folder_wins(tmp_path: Path, monkeypatch: pyte
     own = tmp_path / "slurm_templates" / "torchrun.sbatch.j2"
     own.write_text("#!/bin/bash\n# mine\ntrue {{ program }}\n")
     assert render(torchrun_job(tmp_path / "run")) == "#!/bin/bash\n# mine\ntrue train.py\n"
+    (tmp_path / "slurm_templates" / "further.j2").write_text("# further")  # not the name of a shipped one
+    own.write_text("#!/bin/bash\n{% include 'further.j2' %}\n")
+    assert render(torchrun_job(tmp_path / "run")).splitlines() == ["#!/bin/bash", "# further"]
 
 
 @pytest.mark.parametrize(

@@ -1,3 +1,5 @@
+from pathlib import Path
+
 import pytest
 
 from hpc_rl.errors import UserError
@@ -48,3 +50,13 @@ def test_lines_that_would_swallow_the_job_script_are_refused(line: str, said: st
 
 def test_redirections_of_the_script_and_calls_named_exec_are_accepted() -> None:
     check_bash("slurm.setup", ("exec > log 2>&1", "exec 3< file; exec {fd}> x", "srun exec.sh", "find / -exec ls"))
+
+
+def test_what_bash_says_about_the_shell_of_the_user_is_no_error_of_the_lines(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "init").write_text("echo 'not closed\n")
+    monkeypatch.setenv("LC_ALL", "xx_XX.UTF-8")  # that of a machine from which the user came with ssh
+    monkeypatch.setenv("BASH_ENV", str(tmp_path / "init"))
+    check_bash("slurm.setup", ("true",))
+    assert statements(("echo locale; echo 2",)) == ["echo locale", "echo 2"]
