@@ -33,8 +33,8 @@ def cpu_seconds(limit_s: float, what: str) -> Iterator[None]:
     try:
         yield
     finally:
-        signal.signal(signal.SIGVTALRM, before)
         signal.setitimer(signal.ITIMER_VIRTUAL, left_s)
+        signal.signal(signal.SIGVTALRM, before)
 
 
 @contextmanager
