@@ -183,6 +183,9 @@ def test_a_second_part_of_the_prompt_is_not_left_out() -> None:
     assert to_messages(row, data, "")[0]["content"] == "Add."
     text = refusal_of(to_messages, {**row, "input": "1 2"}, data, "f, row 1")
     assert "leaves out the column 'input'" in text and "hpc-rl data convert" in text
+    prompts = PromptDataConfig(train_files=["x.jsonl"], prompt_key="instruction", answer_key="output")
+    assert to_prompt(row, prompts, "")[0][0]["content"] == "Add."
+    assert refusal_of(to_prompt, {**row, "input": "1 2"}, prompts, "f, row 1") == text
 
 
 def test_a_missing_answer_of_pandas_is_null() -> None:
