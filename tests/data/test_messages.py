@@ -10,7 +10,7 @@ import pytest
 from hpc_rl.config.compose import compose
 from hpc_rl.config.prompts import PromptDataConfig
 from hpc_rl.config.sft import DataConfig
-from hpc_rl.data.messages import Extras, as_chat, extras
+from hpc_rl.data.messages import Extras, as_chat, extras, without_effect
 from hpc_rl.data.preference_rows import to_pair
 from hpc_rl.data.rows import to_messages, to_prompt
 from hpc_rl.errors import UserError
@@ -129,6 +129,8 @@ def test_turns_that_are_not_to_be_learned_are_marked(mark: dict[str, Any]) -> No
             {"chat_template_kwargs": '{"a": 1}', "enable_thinking": False},
             Extras([], {"a": 1, "enable_thinking": False}),
         ),
+        ({"enable_thinking": 1}, Extras([], {"enable_thinking": True})),
+        ({"enable_thinking": ""}, Extras()),
     ],
 )
 def test_columns_for_the_template(row: dict[str, Any], expected: Extras) -> None:
@@ -143,6 +145,7 @@ def test_columns_for_the_template(row: dict[str, Any], expected: Extras) -> None
         ({"tools": ["search"]}, "text as a tool"),
         ({"tools": [{"parameters": {}}]}, "an object as a tool"),
         ({"chat_template_kwargs": [1]}, "'chat_template_kwargs' has a list"),
+        ({"enable_thinking": "false"}, "'enable_thinking' has text; true or false is needed"),
         *(({name: ["x"]}, f"column '{name}' has data, and only text") for name in ("images", "videos", "audio")),
     ],
 )
@@ -163,6 +166,11 @@ def test_a_system_column_begins_a_chat_without_one() -> None:
     dpo: Any = compose("dpo", ["model.path=m", "data.train_files=a"])
     pair = to_pair({"prompt": "?", "chosen": "!", "rejected": "x", "system": "S"}, dpo.data, "")
     assert (pair.chosen, pair.common) == ([system, ASKED, SAID], 2)
+
+
+def test_a_system_column_without_text_has_no_effect() -> None:
+    assert without_effect({"system": [{"type": "text", "text": "S"}]}, []) == ["system"]
+    assert not without_effect({"system": "S"}, []) and not without_effect({"system": None}, [])
 
 
 def test_prompt_and_response_may_be_chats() -> None:
