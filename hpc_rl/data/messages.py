@@ -96,8 +96,11 @@ def extras(row: Row, where: str) -> Extras:
     variables = from_json(row.get(_VARIABLES_KEY) or {})
     if not isinstance(variables, Mapping):
         raise UserError(f"{where}: column {_VARIABLES_KEY!r} has {kind_of(variables)}; an object is needed")
-    if isinstance(thinking := row.get(_THINKING_KEY), bool):
-        variables = {_THINKING_KEY: thinking, **variables}
+    thinking = row.get(_THINKING_KEY)
+    if thinking not in (None, "", True, False):
+        raise UserError(f"{where}: column {_THINKING_KEY!r} has {kind_of(thinking)}; true or false is needed")
+    if thinking in (True, False):
+        variables = {_THINKING_KEY: bool(thinking), **variables}
     return Extras([tool for key in _TOOLS_KEYS for tool in _tools(row.get(key), key, where)], dict(variables))
 
 
@@ -107,7 +110,8 @@ def without_effect(row: Row, used: Sequence[str]) -> list[str]:
     Args:
         used: the columns that options name.
     """
-    return [name for name in _OTHER_KEYS if row.get(name) and name not in used]
+    keys = _OTHER_KEYS if isinstance(row.get(SYSTEM_KEY), str) else (*_OTHER_KEYS, SYSTEM_KEY)
+    return [name for name in keys if row.get(name) and name not in used]
 
 
 def fields_without_effect(unused: Mapping[str, int]) -> list[str]:

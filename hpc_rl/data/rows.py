@@ -39,7 +39,7 @@ def to_messages(row: Row, data: DataConfig, where: str) -> list[Message]:
         other = f"data.messages_key={chat} and leave out data.prompt_key and data.response_key" if chat else None
         prompt = column(row, "prompt_key", data.prompt_key, where, other)
         response = column(row, "response_key", data.response_key, where, other)
-        _refuse_left_out(row, data.prompt_key, where)
+        _refuse_left_out(row, data.prompt_key, data.response_key, where)
         answer = as_turns(response, "assistant", data.response_key, where)
         if answer[0]["role"] != "assistant":
             raise UserError(
@@ -78,9 +78,9 @@ def unlearned(messages: list[Message]) -> list[Message]:
     return [{**message, TRAIN: False} if message["role"] == "assistant" else message for message in messages]
 
 
-def _refuse_left_out(row: Row, prompt_key: str, where: str) -> None:
+def _refuse_left_out(row: Row, prompt_key: str, answer_key: str | None, where: str) -> None:
     """Raise UserError if the prompt has a second part, as in Alpaca's rows."""
-    left_out = [name for name in _ALPACA_PARTS if row.get(name) and name != prompt_key]
+    left_out = [name for name in _ALPACA_PARTS if row.get(name) and name != answer_key]
     if prompt_key == "instruction" and left_out:
         raise UserError(
             f"{where}: data.prompt_key=instruction leaves out the column {left_out[0]!r}, which belongs to the prompt "
@@ -102,6 +102,7 @@ def to_prompt(row: Row, data: PromptConfig, where: str) -> tuple[list[Message], 
     """
     suggestion = known_column(row, PROMPT_COLUMNS)
     asked = column(row, "prompt_key", data.prompt_key, where, suggestion and f"data.prompt_key={suggestion}")
+    _refuse_left_out(row, data.prompt_key, data.answer_key, where)
     messages = as_turns(asked, "user", data.prompt_key, where)
     if messages[-1]["role"] == "assistant":
         messages.pop()

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from hpc_rl.data.formats import Row, read_rows
-from hpc_rl.data.rows import Message
+from hpc_rl.data.messages import READ_KEYS, Message
 from hpc_rl.errors import UserError
 from hpc_rl.host.counted import counted
 from hpc_rl.host.files import write_jsonl
@@ -156,7 +156,18 @@ def all_pairs(scored: Sequence[Row], counts: Counts) -> list[Row]:
 def _pair(better: Row, worse: Row) -> Row:
     chosen, rejected = (row.get("conversation", row["response"]) for row in (better, worse))
     margin = better["score"] - worse["score"]
-    return {"prompt": better["prompt"], "chosen": chosen, "rejected": rejected, "margin": margin}
+    return {
+        "prompt": better["prompt"],
+        "chosen": chosen,
+        "rejected": rejected,
+        "margin": margin,
+        **_for_template(better),
+    }
+
+
+def _for_template(row: Row) -> Row:
+    """Return the columns from which the chat template made the prompt, such as tools."""
+    return {name: row[name] for name in READ_KEYS if row.get(name) is not None}
 
 
 def _comparable(pairs: Sequence[Row], counts: Counts) -> list[Row]:
@@ -187,10 +198,11 @@ def above(threshold: float) -> Callable[[Sequence[Row], Counts], list[Row]]:
 def as_chat_row(row: Row) -> Row:
     """Return prompt and response of a row as a chat for supervised fine-tuning, with the score."""
     if "conversation" in row:
-        return {"messages": row["conversation"], "score": row["score"]}
+        return {"messages": row["conversation"], "score": row["score"], **_for_template(row)}
     prompt: str | list[Message] = row["prompt"]
     asked = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-    return {"messages": [*asked, {"role": "assistant", "content": row["response"]}], "score": row["score"]}
+    messages = [*asked, {"role": "assistant", "content": row["response"]}]
+    return {"messages": messages, "score": row["score"], **_for_template(row)}
 
 
 def selection(method: str, threshold: float | None) -> Selection:

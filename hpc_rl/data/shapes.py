@@ -79,7 +79,7 @@ def _turn(turn: Any) -> Message:
     if isinstance(turn, Mapping) and "role" in turn:
         return dict(turn)
     speaker = turn.get("from") if isinstance(turn, Mapping) else None
-    if speaker not in _ROLES or "value" not in turn:
+    if not isinstance(speaker, str) or speaker not in _ROLES or "value" not in turn:
         raise Unlike(f'a turn is not of the form {{"from": ..., "value": ...}} with one of {", ".join(_ROLES)}')
     rest = _others(turn, "from", "value")
     if speaker in ("function_call", "tool_call"):
@@ -138,11 +138,11 @@ def _is_hh(row: Row) -> bool:
 
 
 def _kto(row: Row) -> Row:
-    return {"prompt": row["prompt"], "response": row["completion"], **_others(row, "prompt", "completion")}
+    return {"prompt": row["prompt"], "response": row["completion"], **_others(row, "prompt", "completion", "response")}
 
 
 def _ultrafeedback(row: Row) -> Row:
-    rated = [(_rating(one), one["response"]) for one in row["completions"] if isinstance(one, Mapping)]
+    rated = [(_rating(one), one.get("response")) for one in row["completions"] if isinstance(one, Mapping)]
     scored = [(score, text) for score, text in rated if score is not None]
     if len(scored) < 2:
         raise Unlike("fewer than two `completions` have a score")
@@ -166,7 +166,7 @@ def _is_ultrafeedback(row: Row) -> bool:
 
 def _verl(row: Row) -> Row:
     answer = row["reward_model"].get("ground_truth")
-    return {"messages": row["prompt"], "answer": answer, **_others(row, "prompt")}
+    return {"messages": row["prompt"], "answer": answer, **_others(row, "prompt", "messages", "answer")}
 
 
 def _is_verl(row: Row) -> bool:
@@ -195,7 +195,8 @@ def _completion(row: Row) -> Row:
     turns = [{"role": "assistant", "content": answer}] if isinstance(answer, str) else answer
     if not isinstance(prompt, list) or not isinstance(turns, list):
         raise Unlike(f"`prompt` has {kind_of(asked)} and `completion` {kind_of(answer)}; text or messages are needed")
-    earlier = [{**one, "train": False} if one.get("role") == "assistant" else one for one in prompt]
+    said = [isinstance(one, Mapping) and one.get("role") == "assistant" for one in prompt]
+    earlier = [{**one, "train": False} if own else one for one, own in zip(prompt, said, strict=True)]
     return {"messages": [*earlier, *turns], **_others(row, "prompt", "completion")}
 
 

@@ -14,7 +14,7 @@ EXTRAS = ("row", "prompt")
 _OF_TRL = ("completions", "prompts", "completion_ids", "completions_ids", "trainer_state", "queries")
 """Parameters by which TRL passes lists to reward functions."""
 _ANSWERS = ("answer", "ground_truth", "reference", "label", "solution", "target")
-"""Names of a first parameter that has to be the second one."""
+"""Names of a first parameter that has to be the second one, unless that has such a name too: (solution, answer)."""
 EXPECTED = "def score(response: str, answer, **kwargs) -> float"
 
 
@@ -56,7 +56,8 @@ def refuse_others(spec: str, signature: Signature) -> None:
     Functions for TRL and OpenRLHF receive lists by name; others receive the answer before the response.
     """
     found = [name for name in _OF_TRL if name in signature.parameters]
-    if not found and next(iter(signature.parameters), None) in _ANSWERS:
+    first, second = [*signature.parameters, "", ""][:2]
+    if not found and first in _ANSWERS and second not in _ANSWERS:
         raise UserError(
             f"reward.function {spec} has the parameters {_bare(signature)}, but is called with (response, answer) in "
             f"this order: define it as {EXPECTED}"

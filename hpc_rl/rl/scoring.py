@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from tensordict import TensorDict
 
 from hpc_rl.config.reward import OptionalRewardConfig
@@ -270,15 +271,28 @@ def refuse_no_baselines(experience: TensorDict, greedy: Scores, number: int) -> 
 
 def last_turns(tokenizer: PreTrainedTokenizerBase, completions: Sequence[Completion]) -> list[str]:
     """Decode the model's last turn in each response, without special tokens."""
-    ids = [one.last_turn if isinstance(one, Conversed) else one.token_ids for one in completions]
+    added = tokenizer.added_tokens_decoder
+    turns = [one.last_turn if isinstance(one, Conversed) else one.token_ids for one in completions]
+    ids = [_without_end(added, turn) if one.finished else turn for one, turn in zip(completions, turns, strict=True)]
     texts: list[str] = tokenizer.batch_decode(ids, skip_special_tokens=True)
     return texts
 
 
 def response_texts(tokenizer: PreTrainedTokenizerBase, completions: Sequence[Completion]) -> list[str]:
     """Decode responses, without special tokens. In a conversation they stay, because they separate its turns."""
-    texts: list[str] = tokenizer.batch_decode([c.token_ids for c in completions], skip_special_tokens=True)
+    added = tokenizer.added_tokens_decoder
+    ids = [_without_end(added, one.token_ids) if one.finished else one.token_ids for one in completions]
+    texts: list[str] = tokenizer.batch_decode(ids, skip_special_tokens=True)
     for index, one in enumerate(completions):
         if isinstance(one, Conversed) and one.mask is not None:
             (texts[index],) = tokenizer.batch_decode([one.token_ids], skip_special_tokens=False)
     return texts
+
+
+def _without_end(added: Container[int], ids: NDArray[np.int32]) -> NDArray[np.int32]:
+    """Return the ids of a turn without the token that ended it, which a tokenizer may have as one that is not special.
+
+    Args:
+        added: ids of the tokenizer's added tokens.
+    """
+    return ids[:-1] if len(ids) and int(ids[-1]) in added else ids

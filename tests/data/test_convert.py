@@ -128,6 +128,10 @@ def test_training_proposes_the_conversion_and_reads_its_result(
         ([{"instruction": "a", "completions": RATED[:1]}], ["fewer than two `completions`"]),
         ([{"instruction": "", "input": "", "output": "b"}], ["one of them not empty"]),
         ([{"prompt": 3, "completion": "x"}], ["`prompt` has a number"]),
+        ([{"prompt": ["a"], "completion": "x"}], ["row 1, converted: message 1 of 'messages' is not of the form"]),
+        ([{"conversations": [{"from": ["human"], "value": "x"}]}], ["row 1: a turn is not"]),
+        ([{"instruction": "a", "completions": [{"overall_score": 1}, {"overall_score": 2}]}], ["'chosen' has null"]),
+        ([], ["in.jsonl"]),
         ([{"chosen": "\n\nHuman: a\n\nAssistant: b", "rejected": "\n\nHuman: c\n\nAssistant: b"}],
          ["row 1, converted"]),
     ],
@@ -139,6 +143,11 @@ def test_rows_that_cannot_be_converted(tmp_path: Path, rows: list[dict[str, Any]
         convert(str(file), output)
     assert all(part in str(caught.value) for part in parts), caught.value
     assert "\n" not in str(caught.value) and not output.exists()
+
+
+def test_the_ground_truth_takes_precedence() -> None:
+    row = {"data_source": "d", "prompt": "?", "reward_model": {"ground_truth": "1"}, "answer": "2"}
+    assert SHAPES["verl"].convert(row)["answer"] == "1"
 
 
 def test_the_command(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ import pytest
 from hpc_rl.config.compose import compose
 from hpc_rl.config.prompts import PromptDataConfig
 from hpc_rl.config.sft import DataConfig
-from hpc_rl.data.messages import Extras, as_chat, extras
+from hpc_rl.data.messages import Extras, as_chat, extras, without_effect
 from hpc_rl.data.preference_rows import to_pair
 from hpc_rl.data.rows import to_messages, to_prompt
 from hpc_rl.errors import UserError
@@ -129,6 +129,8 @@ def test_turns_that_are_not_to_be_learned_are_marked(mark: dict[str, Any]) -> No
             {"chat_template_kwargs": '{"a": 1}', "enable_thinking": False},
             Extras([], {"a": 1, "enable_thinking": False}),
         ),
+        ({"enable_thinking": 1}, Extras([], {"enable_thinking": True})),
+        ({"enable_thinking": ""}, Extras()),
     ],
 )
 def test_columns_for_the_template(row: dict[str, Any], expected: Extras) -> None:
@@ -143,6 +145,7 @@ def test_columns_for_the_template(row: dict[str, Any], expected: Extras) -> None
         ({"tools": ["search"]}, "text as a tool"),
         ({"tools": [{"parameters": {}}]}, "an object as a tool"),
         ({"chat_template_kwargs": [1]}, "'chat_template_kwargs' has a list"),
+        ({"enable_thinking": "false"}, "'enable_thinking' has text; true or false is needed"),
         *(({name: ["x"]}, f"column '{name}' has data, and only text") for name in ("images", "videos", "audio")),
     ],
 )
@@ -165,6 +168,11 @@ def test_a_system_column_begins_a_chat_without_one() -> None:
     assert (pair.chosen, pair.common) == ([system, ASKED, SAID], 2)
 
 
+def test_a_system_column_without_text_has_no_effect() -> None:
+    assert without_effect({"system": [{"type": "text", "text": "S"}]}, []) == ["system"]
+    assert not without_effect({"system": "S"}, []) and not without_effect({"system": None}, [])
+
+
 def test_prompt_and_response_may_be_chats() -> None:
     data = DataConfig(train_files=["x.jsonl"], prompt_key="prompt", response_key="completion")
     earlier = {"role": "assistant", "content": "earlier"}
@@ -183,6 +191,9 @@ def test_a_second_part_of_the_prompt_is_not_left_out() -> None:
     assert to_messages(row, data, "")[0]["content"] == "Add."
     text = refusal_of(to_messages, {**row, "input": "1 2"}, data, "f, row 1")
     assert "leaves out the column 'input'" in text and "hpc-rl data convert" in text
+    prompts = PromptDataConfig(train_files=["x.jsonl"], prompt_key="instruction", answer_key="output")
+    assert to_prompt(row, prompts, "")[0][0]["content"] == "Add."
+    assert refusal_of(to_prompt, {**row, "input": "1 2"}, prompts, "f, row 1") == text
 
 
 def test_a_missing_answer_of_pandas_is_null() -> None:

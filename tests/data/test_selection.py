@@ -61,6 +61,14 @@ def test_pairs_leave_out_equal_scores(tmp_path: Path) -> None:
     assert str(counts) == "1 row from 5 responses to 2 prompts; 1 prompt with equal scores"
 
 
+def test_rows_keep_what_the_prompt_was_rendered_with(tmp_path: Path) -> None:
+    own = {"system": "Be brief.", "tools": [{"name": "add"}], "enable_thinking": False}
+    rows = rows_of([[0.0, 1.0]], **own, functions=None, other=1)
+    for method in ("best-of-n", "pairs"):
+        (found,) = run(tmp_path, rows, method)[0]
+        assert {name: found[name] for name in own} == own and not found.keys() & {"functions", "other"}
+
+
 def test_conversations_stay_whole(tmp_path: Path) -> None:
     asked = {"role": "user", "content": "1 + 2?"}
     told = [[asked, {"role": "assistant", "content": text}, {"role": "tool", "content": "3"}] for text in "ab"]

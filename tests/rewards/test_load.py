@@ -181,6 +181,11 @@ def test_checks_are_light() -> None:
     assert done.stderr.strip() == "set()"
 
 
+@pytest.mark.parametrize("parameters", ["solution, ground_truth", "answer, reference=None", "label, answer, **kwargs"])
+def test_a_response_may_be_called_as_an_answer(write: Write, parameters: str) -> None:
+    check_function(write(f"def score({parameters}):\n    return 0.0\n"), {}, same_python=True)
+
+
 @pytest.mark.parametrize(
     ("parameters", "part"),
     [

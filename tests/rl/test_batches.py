@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Sequence
 from itertools import count
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -312,6 +312,8 @@ def test_other_estimators_have_no_greedy_scores() -> None:
 
 class Words:
     """A tokenizer whose text is the token's number."""
+
+    added_tokens_decoder: ClassVar[dict[int, Any]] = {}
 
     def batch_decode(self, token_ids: Sequence[NDArray[np.int32]], skip_special_tokens: bool) -> list[str]:
         assert skip_special_tokens

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -14,7 +14,7 @@ from hpc_rl.environments.protocol import Outcome
 from hpc_rl.rewards.scorer import Scores
 from hpc_rl.rl.calls import Pending
 from hpc_rl.rl.rollout.engine import Completion
-from hpc_rl.rl.scoring import NO_REWARD, EnvironmentScoring, response_texts
+from hpc_rl.rl.scoring import NO_REWARD, EnvironmentScoring, last_turns, response_texts
 from hpc_rl.rl.transcripts import Conversed
 
 
@@ -40,6 +40,9 @@ class Other:
 
 class Words:
     """A tokenizer whose text is the tokens' numbers, with a mark if special tokens stay."""
+
+    added_tokens_decoder: ClassVar[dict[int, Any]] = {9: "<|im_end|>"}
+    """Not a special token."""
 
     def batch_decode(self, rows: Sequence[Any], skip_special_tokens: bool) -> list[str]:
         return [" ".join(map(str, row)) + "!" * (not skip_special_tokens) for row in rows]
@@ -83,3 +86,14 @@ def test_a_function_gets_the_last_turn() -> None:
 def test_samples_show_the_turns() -> None:
     plain = Completion(np.array([1, 2], np.int32), np.zeros(2, np.float32), True)
     assert response_texts(Words(), [plain, conversed(OUTCOMES[0], 1, 0, 3)]) == ["1 2", "1 0 3!"]  # type: ignore[arg-type]
+
+
+def test_the_token_that_ends_a_response_is_not_scored() -> None:
+    """Some tokenizers have it as an added token that is not special, which decoding keeps."""
+
+    def plain(finished: bool) -> Completion:
+        return Completion(np.array([1, 9], np.int32), np.zeros(2, np.float32), finished)
+
+    for decode in (response_texts, last_turns):
+        assert decode(Words(), [plain(True), plain(False)]) == ["1", "1 9"]  # type: ignore[arg-type]
+    assert last_turns(Words(), [conversed(OUTCOMES[0], 1, 9, 0, 3, 9)]) == ["3"]  # type: ignore[arg-type]

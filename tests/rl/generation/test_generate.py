@@ -84,6 +84,7 @@ class Tokenizer:
 
     def __init__(self) -> None:
         self.decoded = 0
+        self.added_tokens_decoder: dict[int, Any] = {}
 
     def batch_decode(self, ids: Sequence[Any], skip_special_tokens: bool) -> list[str]:
         self.decoded += len(ids)
