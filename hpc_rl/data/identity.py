@@ -44,19 +44,19 @@ def key_of(
     split: str,
     data: FinetuneDataConfig | PromptConfig,
     tokenizer: str,
-    tools: Sequence[Mapping[str, Any]] = (),
+    tools: Sequence[Mapping[str, Any]] | None = None,
 ) -> str:
     """Return a text for everything but the contents of the files: their paths, tokenizer, template and settings.
 
     Args:
         data: the options. For prompts, only those of PromptConfig count, so that all kinds of jobs can share them.
         tokenizer: see `tokenizer_of`.
-        tools: JSON schemas of the tools that the chat template describes.
+        tools: JSON schemas of the tools of conversations; None if prompts are answered once.
     """
     kind = PromptConfig if isinstance(data, PromptConfig) else type(data)
     settings = data.model_dump(mode="json", include=kind.model_fields.keys() - _NOT_IN_TOKENS)
     # Templates write tables in their own order.
-    in_order = json.dumps([list(tools), settings.pop("chat_template_kwargs", None)])
+    in_order = json.dumps([None if tools is None else list(tools), settings.pop("chat_template_kwargs", None)])
     return _digest(
         FORMAT,
         [_text(Path(__file__).with_name(f"{module}.py")) for module in _CODE],

@@ -71,7 +71,7 @@ class PromptCounts:
 
 
 def prompt_tokenizer(
-    data: PromptConfig, tokenizer: PreTrainedTokenizerBase, tools: Sequence[dict[str, Any]] = ()
+    data: PromptConfig, tokenizer: PreTrainedTokenizerBase, tools: Sequence[dict[str, Any]] | None = None
 ) -> Callable[[Iterable[tuple[Row, str]]], tuple[list[Prompt], PromptCounts]]:
     """Return the function that tokenizes the prompts of rows, each given with its place for errors.
 
@@ -79,7 +79,8 @@ def prompt_tokenizer(
     rows. It raises UserError if a row is not valid.
 
     Args:
-        tools: JSON schemas of the tools that the chat template describes to the model.
+        tools: JSON schemas of the tools of a conversation, which the chat template describes to the model. None: the
+            prompt is answered once.
 
     Raises:
         UserError: the tokenizer has no chat template.
@@ -114,15 +115,16 @@ def prompt_tokenizer(
     return tokenize
 
 
-def _extras(row: Row, where: str, data: PromptConfig, tools: Sequence[dict[str, Any]]) -> Extras:
+def _extras(row: Row, where: str, data: PromptConfig, tools: Sequence[dict[str, Any]] | None) -> Extras:
     """Return tools and variables of the chat template for a row, whose own ones come first."""
     own = extras(row, where)
-    if own.tools and tools:
+    if tools is not None and (own.tools or own.variables):
         raise UserError(
-            f"{where}: the row has tools, and the environment has others; only one of the two can be described "
-            "to the model: remove the column 'tools', or the tools of the environment"
+            f"{where}: the row has tools or variables of the chat template of its own, and an environment or an agent "
+            "renders further turns of the conversation, which would be without them: remove the columns, and set "
+            "environment.tools or data.chat_template_kwargs"
         )
-    return Extras(own.tools or list(tools), {**data.chat_template_kwargs, **own.variables})
+    return Extras(own.tools or list(tools or ()), {**data.chat_template_kwargs, **own.variables})
 
 
 def _fitted(ids: NDArray[np.int32], data: PromptConfig, counts: PromptCounts) -> NDArray[np.int32] | None:

@@ -29,7 +29,7 @@ class PromptLoader:
 
     Args:
         tokenizer: one with the chat template that is used.
-        tools: JSON schemas of the tools that the chat template describes to the model.
+        tools: JSON schemas of the tools of conversations.
     """
 
     def __init__(
@@ -40,7 +40,9 @@ class PromptLoader:
         run: RunDir,
         stopping: Stopping,
     ) -> None:
-        self._config, self._tokenizer, self._tools = config, tokenizer, tools
+        self._config, self._tokenizer = config, tokenizer
+        has_agent = isinstance(config, PpoConfig) and config.agent.is_used
+        self._tools = tools if config.environment.is_used or has_agent else None
         self._run, self._stopping = run, stopping
 
     def load(self, files: Sequence[str], split: str) -> tuple[Sequence[Prompt], PromptCounts]:

@@ -202,8 +202,13 @@ def test_prompts_have_tools_variables_and_counts(tokenizer: PreTrainedTokenizerF
     assert (counts + counts).unused["name"] == 4
     own = prompt_tokenizer(data, tokenizer)([({**row, "chat_template_kwargs": {"style": "fancy"}}, "")])[0]
     assert "fancy" in own[0].text
-    with pytest.raises(UserError, match="f, row 1: the row has tools, and the environment has others"):
-        prompt_tokenizer(data, tokenizer, [TOOL])([(row, "f, row 1")])
+    plain = {"messages": [ASKED]}
+    for tools, mine in (([TOOL], row), ([], row), ([], {**plain, "enable_thinking": True})):
+        with pytest.raises(
+            UserError, match=r"f, row 1: the row has tools or variables .* an environment"
+        ):
+            prompt_tokenizer(data, tokenizer, tools)([(mine, "f, row 1")])
+    assert '"look_up"' in prompt_tokenizer(data, tokenizer, [TOOL])([(plain, "")])[0][0].text
 
 
 def test_environments_render_the_same_forms(tokenizer: PreTrainedTokenizerFast) -> None:
