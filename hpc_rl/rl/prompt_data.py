@@ -29,20 +29,18 @@ class PromptLoader:
 
     Args:
         tokenizer: one with the chat template that is used.
-        tools: JSON schemas of the tools of conversations.
+        tools: JSON schemas of the tools of conversations; None if prompts are answered once.
     """
 
     def __init__(
         self,
         config: PpoConfig | GenerateConfig,
         tokenizer: PreTrainedTokenizerBase,
-        tools: Sequence[dict[str, Any]],
+        tools: Sequence[dict[str, Any]] | None,
         run: RunDir,
         stopping: Stopping,
     ) -> None:
-        self._config, self._tokenizer = config, tokenizer
-        has_agent = isinstance(config, PpoConfig) and config.agent.is_used
-        self._tools = tools if config.environment.is_used or has_agent else None
+        self._config, self._tokenizer, self._tools = config, tokenizer, tools
         self._run, self._stopping = run, stopping
 
     def load(self, files: Sequence[str], split: str) -> tuple[Sequence[Prompt], PromptCounts]:

@@ -78,7 +78,8 @@ def set_up(config: PpoConfig, run: RunDir, logs: Path) -> PpoState:
     if config.environment.is_used:
         environment = Environment(config, tokenizer, open_environments(config, logs))
     stopping = open_stopping(run, config.slurm.warning_s, ())
-    train, val, mixture = load_data(config, tokenizer, environment.schemas if environment else (), run, stopping)
+    tools = environment.schemas if environment else [] if config.agent.is_used else None
+    train, val, mixture = load_data(config, tokenizer, tools, run, stopping)
     rollout.wait_before_workers(model_s)
     starting = [group.start() for group in groups.values()]
     of_role = {role: groups[pool_of(config, role)] for role in config.roles if role != "rollout"}
@@ -173,7 +174,7 @@ def start_workers(
 def load_data(
     config: PpoConfig,
     tokenizer: PreTrainedTokenizerBase,
-    tools: Sequence[dict[str, Any]],
+    tools: Sequence[dict[str, Any]] | None,
     run: RunDir,
     stopping: Stopping,
 ) -> tuple[Sequence[Prompt], Sequence[Prompt], Mixture | None]:
@@ -181,7 +182,7 @@ def load_data(
     training prompts, if they have weights.
 
     Args:
-        tools: JSON schemas of the tools.
+        tools: see PromptLoader.
 
     Raises:
         UserError: the data is not valid.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import datetime
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -165,14 +164,14 @@ def test_the_counts_of_all_blocks(load: Loader) -> None:
 def test_prompts_that_files_cannot_hold_stay_in_memory(
     load: Loader, tokenized: list[int], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    day = datetime.date(2020, 1, 2)
+    raw = b"\xff"
     file = load.folder / "b.parquet"
-    parquet.write_table(pyarrow.table({"messages": ["7?"] * 300, "answer": [7] * 300, "day": [day] * 300}), file)
+    parquet.write_table(pyarrow.table({"messages": ["7?"] * 300, "answer": [7] * 300, "raw": [raw] * 300}), file)
     for _ in range(2):
         prompts, counts = load(files=[file])
-        assert counts.rows == len(prompts) == 300 and prompts[299].row["day"] == day
+        assert counts.rows == len(prompts) == 300 and prompts[299].row["raw"] == raw
         said = capsys.readouterr().out
-        assert "b.parquet are tokenized at every start and kept in memory: column 'day' has a value that JSON" in said
+        assert "b.parquet are tokenized at every start and kept in memory: column 'raw' has a value that JSON" in said
         assert not load.entries and not list(RunDir(load.folder / "run").tokenized.glob("*.arrow"))
     assert tokenized == [256, 300, 256, 300]
 

@@ -105,4 +105,4 @@ def test_a_message_completes_the_command_of_one_stage(monkeypatch: pytest.Monkey
     with pytest.raises(UserError) as caught:
         chain.plan([_stage(each, local=False) for each in _split_stages(words)])
     command = str(caught.value).splitlines()[-1].strip()
-    assert command.startswith("hpc-rl submit sft trainer.device=cpu model.path=") and "--" not in command.split()
+    assert command.startswith("hpc-rl submit sft trainer.device=cpu model=") and "--" not in command.split()

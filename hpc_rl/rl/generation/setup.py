@@ -44,14 +44,14 @@ if TYPE_CHECKING:
 def load_sources(
     config: GenerateConfig,
     tokenizer: PreTrainedTokenizerBase,
-    tools: Sequence[dict[str, Any]],
+    tools: Sequence[dict[str, Any]] | None,
     run: RunDir,
     stopping: Stopping,
 ) -> list[Source]:
     """Load the prompts of each data file, and print their counts.
 
     Args:
-        tools: JSON schemas of the tools.
+        tools: see PromptLoader.
 
     Raises:
         UserError: the data is not valid.
@@ -142,7 +142,7 @@ def prepare(config: GenerateConfig, run: RunDir, logs: Path, closing: ExitStack)
         environment = Environment(config, tokenizer, open_environments(config, logs))
         closing.callback(environment.close)
     stopping = open_stopping(run, config.slurm.warning_s, read_metrics(run.metrics))
-    sources = load_sources(config, tokenizer, environment.schemas if environment else (), run, stopping)
+    sources = load_sources(config, tokenizer, environment.schemas if environment else None, run, stopping)
     plan = make_plan(config, sources, described_engine(config))
     return Prepared(tokenizer, environment, sources, plan, Parts(run, plan), stopping)
 
