@@ -391,6 +391,7 @@ def test_dates_become_text(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> N
 
 def test_text_that_is_not_valid_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     one, _ = opened(monkeypatch, Source())
+    monkeypatch.setattr(one, "seek", lambda row, cursor: None)
     monkeypatch.setattr(one, "take", lambda count: [{"a": "x"}, {"a": ["\ud800"]}])
     with pytest.raises(UserError, match=r", row 12: not valid text in column 'a'"):
         write_window(one, Order(tmp_path / "rows.jsonl", 10, 2, None))

@@ -204,9 +204,7 @@ def test_prompts_have_tools_variables_and_counts(tokenizer: PreTrainedTokenizerF
     assert "fancy" in own[0].text
     plain = {"messages": [ASKED]}
     for tools, mine in (([TOOL], row), ([], row), ([], {**plain, "enable_thinking": True})):
-        with pytest.raises(
-            UserError, match=r"f, row 1: the row has tools or variables .* an environment"
-        ):
+        with pytest.raises(UserError, match=r"f, row 1: the row has tools or variables .* an environment"):
             prompt_tokenizer(data, tokenizer, tools)([(mine, "f, row 1")])
     assert '"look_up"' in prompt_tokenizer(data, tokenizer, [TOOL])([(plain, "")])[0][0].text
 

@@ -35,7 +35,8 @@ def test_a_constant_number_of_calls(large_cluster: Cluster, tmp_path: Path) -> N
     detected = calls.take()
     asked = [call for call in detected if call != "sbatch --test-only"]
     assert len(asked) <= 6 and len(set(asked)) == len(asked)
-    assert len(detected) - len(asked) <= 10, "options that sbatch is asked about"
+    partitions = 3  # sbatch refuses every test job here, so each of them is tried
+    assert len(detected) - len(asked) <= 10 * partitions, "options that sbatch is asked about"
 
     hold = ["--sbatch", "hold", "--job-name", "held"]
     workspace.ok("submit", "torchrun", "--nodes", "2", "--gpus-per-node", "8", *hold, "--", "train.py")

@@ -129,6 +129,7 @@ def test_a_requeued_run_is_checked_as_when_it_was_submitted(tmp_path: Path) -> N
     (tmp_path / "score.py").write_text("def score(response, answer):\n    return 1.0\n")
     mine = started(tmp_path, "eval", "FAILED", *EVAL)
     assert "run mine starts from the beginning" in requeue(mine)
+    (mine.path / "job-7.log").touch()
     for text, said in {
         "import no_such_package\ndef score(response, answer):\n    return 1.0\n": "score needs no_such_package",
         "def other(response, answer):\n    return 1.0\n": "no 'score' in score.py",
@@ -144,6 +145,7 @@ def test_a_run_does_not_resume_in_the_middle_of_other_data(tmp_path: Path) -> No
     mine, data = started(tmp_path, "sft", "FAILED", *SFT), tmp_path / "train.jsonl"
     data.write_text(data.read_text() * 2)
     assert "starts from the beginning" in requeue(mine), "nothing is resumed"
+    (mine.path / "job-7.log").touch()
     (mine.checkpoints / "step-00000040").mkdir(parents=True)
     with pytest.raises(UserError, match=r"train.jsonl has \d+ bytes, and had \d+ when run mine was submitted"):
         requeue(mine)
