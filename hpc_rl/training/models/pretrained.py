@@ -22,7 +22,7 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from hpc_rl.errors import UserError
 from hpc_rl.host.hub import check_hub, loading_problem
-from hpc_rl.host.model_kind import refuse_quantised
+from hpc_rl.host.model_kind import is_classifier, refuse_quantised
 from hpc_rl.training.models import packed_attention
 
 if TYPE_CHECKING:
@@ -82,7 +82,8 @@ class Pretrained(Generic[Model]):
             **self.settings,
         )
         missing = frozenset(info["missing_keys"])
-        self._refuse_other_weights(hf, info)
+        if self.new_head or not is_classifier(hf.config.architectures):  # wrap refuses a classifier
+            self._refuse_other_weights(hf, info)
         for name in missing:
             if self.may_be_new(name):
                 nn.init.zeros_(hf.get_parameter(name))
