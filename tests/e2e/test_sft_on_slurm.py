@@ -264,7 +264,7 @@ def test_an_odd_run_directory_and_a_name_arrive_at_slurm(workspace: Workspace, s
     name = "it-s.a_test-1"
     (workspace.folder / "nothing.py").write_text("")
     refused = workspace.hpc_rl(
-        "submit", "torchrun", "--job-name", 'a "b" $x;y', "trainer.device=cpu", "--", "nothing.py"
+        "submit", "torchrun", "--job-name", 'a "b" $;y', "trainer.device=cpu", "--", "nothing.py"
     )
     assert refused.returncode == 2 and "use letters, digits" in refused.stderr
     arguments = ["--job-name", name, "--run-dir", "runs/odd %j", "--sbatch", "hold", "trainer.device=cpu"]
