@@ -108,7 +108,7 @@ def test_a_driver_sees_what_was_granted_and_its_exit_code_is_the_jobs(workspace:
     assert all("GPU" not in node for node in seen["nodes"])
     assert sorted(task["node"] for task in seen["tasks"]) == ["node1", "node2"]
     task = seen["tasks"][0]
-    assert (task["http_proxy"], seen["proxy"]) == (None, "http://127.0.0.1:9")
+    assert (task["http_proxy"], seen["proxy"]) == ("http://127.0.0.1:9", "http://127.0.0.1:9")
     assert (task["NCCL_DEBUG"], task["VLLM_LOGGING_LEVEL"], task["RAY_AUTH_MODE"]) == ("INFO", "WARN", "token")
     assert task["TMPDIR"].startswith("/tmp/0.")
     assert seen["arguments"] == ["a b;$HOME", "--x=1"]

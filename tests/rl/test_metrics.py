@@ -189,7 +189,7 @@ def test_a_sampler_that_is_too_old_is_a_warning() -> None:
     for metrics in ({"training/rollout_log_ratio": 0.06, "actor/ppo_kl": 0.0}, {"actor/ppo_kl": 0.06}):
         warning = sampler_warning(metrics, 4)
         assert warning is not None and "is 0.06 nats per token" in warning
-        assert "Lower actor.optim.lr, or rollout.staleness (4)" in warning
+        assert "Lower actor.optim.lr or rollout.staleness (4)" in warning
 
 
 def test_the_timeline_of_a_step_has_what_all_parts_did_since_its_start() -> None:

@@ -64,7 +64,8 @@ def test_what_another_user_has_written_is_not_read(tmp_path: Path, name: str) ->
     other, path = 64242, save(tmp_path / "run" / "checkpoints", 1)
     os.chown(path / name, other, other)
     assert folders.problem_of(path) == f"{Path(path.name) / name} belongs to another user"
-    os.chown(tmp_path / "run", other, other)  # a run of that user, which this one exports
+    for entry in (tmp_path / "run", *(tmp_path / "run").rglob("*")):  # a run of that user, which this one exports
+        os.chown(entry, other, other)
     assert folders.problem_of(path) is None
 
 
