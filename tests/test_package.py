@@ -23,16 +23,15 @@ def test_every_package_is_installed() -> None:
 
 def test_every_shipped_folder_is_installed() -> None:
     folders = {name: ROOT / path for name, path in _pairs("package_dir").items()}
-    there = {
-        ".".join((name, *found.parent.relative_to(folder).parts)): found.suffix
-        for name, folder in folders.items()
-        for found in folder.rglob("*")
-        if found.is_file()
-    }
+    there: dict[str, set[str]] = {}
+    for name, folder in folders.items():
+        for found in folder.rglob("*"):
+            if found.is_file():
+                there.setdefault(".".join((name, *found.parent.relative_to(folder).parts)), set()).add(found.suffix)
     listed = set(CONFIG["options"]["packages"].split())
     assert {name for name in listed if name.startswith("hpc_rl.shipped")} == there.keys()
     patterns = {name: CONFIG["options.package_data"].get(name) for name in there}
-    assert patterns == {name: f"*{suffix}" for name, suffix in there.items()}
+    assert patterns == {name: ", ".join(f"*{suffix}" for suffix in sorted(found)) for name, found in there.items()}
 
 
 def test_every_file_beside_the_code_is_installed() -> None:

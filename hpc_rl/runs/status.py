@@ -340,15 +340,15 @@ def _last_recorded(run: RunDir, silence: str, state: str) -> dict[str, Any]:
 
 
 def _run_of_job(job_id: str) -> RunDir:
-    found = []
-    every = dict.fromkeys([ROOT.absolute(), *remembered.folders()])
-    for path in (path for folder in every for path in runs_below(folder)):
-        run = RunDir(path.absolute())
-        ids = [str(record.get("job_id")) for record in (run.read_job(), run.read_status())]
-        if job_id in ids or job_log(run, job_id).is_file():
-            found.append(run)
-        elif any(known.startswith(f"{job_id}_") for known in ids):
-            raise _names_several(job_id, path.parent)
+    found: list[RunDir] = []
+    for folder in dict.fromkeys([ROOT.absolute(), *remembered.folders()]):
+        for path in runs_below(folder) if not found else ():  # the runs below the working folder come first
+            run = RunDir(path.absolute())
+            ids = [str(record.get("job_id")) for record in (run.read_job(), run.read_status())]
+            if job_id in ids or job_log(run, job_id).is_file():
+                found.append(run)
+            elif any(known.startswith(f"{job_id}_") for known in ids):
+                raise _names_several(job_id, path.parent)
     if len(found) > 1:  # of several clusters, or of one that has begun to count again
         raise UserError(f"job {job_id} is that of several runs: name one of {', '.join(run.name for run in found)}")
     if found:

@@ -11,12 +11,14 @@ from torch.distributed.tensor import DTensor
 
 from hpc_rl.config.training import ModelConfig, TrainingConfig
 from hpc_rl.training import distributed
+from hpc_rl.training.models import loading
 from hpc_rl.training.models.causal_lm import causal_lm, load_model
 from hpc_rl.training.models.loading import load_sharded
 
 if __name__ == "__main__":
     world = distributed.start("cpu", start_timeout_s=600)
     config = ModelConfig(path=sys.argv[1])
+    loading.check_packing = lambda *_: None  # a forward pass needs the memory of a training step
     model = load_sharded(causal_lm(config), world, TrainingConfig())
     status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
     peak = 1024 * int(status["VmHWM"].split()[0])
