@@ -122,7 +122,8 @@ def convert(
     if shape is not None and shape not in SHAPES:
         raise UserError(f"--shape {shape}: choose one of {', '.join(SHAPES)}")
     found = convert_rows(file, output, shape)
-    print(f"{output}: {counted(found.rows, 'row')} of the shape {found.name}")
+    lost = f"; left out, because there is nothing to learn from: {found.left_out:,}" if found.left_out else ""
+    print(f"{output}: {counted(found.rows, 'row')} of the shape {found.name}{lost}")
     options = " ".join(filter(None, [found.shape.kind, f"data.train_files={output}", found.shape.options]))
     print(f"To train: hpc-rl submit {options}")
 

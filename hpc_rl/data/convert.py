@@ -22,6 +22,8 @@ class Converted:
     """What was written."""
 
     rows: int
+    left_out: int
+    """Rows from which there is nothing to learn."""
     name: str
     """The name of the shape."""
     shape: Shape
@@ -49,11 +51,13 @@ def convert(file: str, output: Path, name: str | None = None) -> Converted:
             "with options such as data.prompt_key, nothing has to be converted (hpc-rl data check)"
         )
     shape = SHAPES[name]
-    return Converted(write_jsonl(output, _rows(file, name, shape)), name, shape)
+    left_out: list[str] = []
+    rows = write_jsonl(output, _rows(file, name, shape, left_out))
+    return Converted(rows, len(left_out), name, shape)
 
 
-def _rows(file: str, name: str, shape: Shape) -> Iterator[Row]:
-    data = _reader(shape)
+def _rows(file: str, name: str, shape: Shape, left_out: list[str]) -> Iterator[Row]:
+    data, is_empty = _reader(shape), True
     for row, where in all_rows([file], "train"):
         if not shape.matches(row):
             columns = ", ".join(sorted(map(str, row)))
@@ -62,8 +66,14 @@ def _rows(file: str, name: str, shape: Shape) -> Iterator[Row]:
             found = shape.convert(row)
         except Unlike as error:
             raise UserError(f"{where}: {error} (shape {name})") from error
+        if not found:
+            left_out.append(where)
+            continue
         check_row(found, data, f"{where}, converted")
+        is_empty = False
         yield found
+    if is_empty:
+        raise UserError(f"{file}: there is nothing to learn from any row (shape {name})")
 
 
 def _reader(shape: Shape) -> AnyData:

@@ -36,7 +36,8 @@ class Shape:
     """What a row has, for the documentation."""
     matches: Callable[[Row], bool]
     convert: Callable[[Row], Row]
-    """Returns the new row. Raises Unlike if the row is not as its columns promise."""
+    """Returns the new row; an empty one if there is nothing to learn from it. Raises Unlike if the row is not as its
+    columns promise."""
     kind: str
     """The kind of job that reads the new rows, a name of `hpc-rl data check --kind`."""
     becomes: str
@@ -147,6 +148,8 @@ def _ultrafeedback(row: Row) -> Row:
     if len(scored) < 2:
         raise Unlike("fewer than two `completions` have a score")
     best, worst = max(scored, key=lambda one: one[0]), min(scored, key=lambda one: one[0])
+    if best[0] == worst[0]:
+        return {}
     found = {"prompt": row["instruction"], "chosen": best[1], "rejected": worst[1], "margin": best[0] - worst[0]}
     return {**found, **_others(row, "instruction", "completions")}
 
@@ -237,7 +240,7 @@ SHAPES: dict[str, Shape] = {
     ),
     "ultrafeedback": Shape(
         "`instruction`, `completions` with `response` and scores", _is_ultrafeedback, _ultrafeedback, "dpo",
-        "`prompt`, `chosen` (the best), `rejected` (the worst), `margin`",
+        "`prompt`, `chosen` (the best), `rejected` (the worst), `margin`; rows with equal scores are left out",
     ),
     "hh": Shape(
         "`chosen`, `rejected`, as text with `Human:` and `Assistant:`", _is_hh, _hh, "dpo",

@@ -126,6 +126,7 @@ def test_training_proposes_the_conversion_and_reads_its_result(
         ([{"conversations": [{"from": "function_call", "value": "x"}]}], ["a turn of function_call is no JSON"]),
         ([{"conversations": [{"from": "human", "value": "x"}]}], ["row 1, converted: no assistant turn"]),
         ([{"instruction": "a", "completions": RATED[:1]}], ["fewer than two `completions`"]),
+        ([{"instruction": "a", "completions": RATED[:1] * 2}], ["nothing to learn from any row"]),
         ([{"instruction": "", "input": "", "output": "b"}], ["one of them not empty"]),
         ([{"prompt": 3, "completion": "x"}], ["`prompt` has a number"]),
         ([{"prompt": ["a"], "completion": "x"}], ["row 1, converted: message 1 of 'messages' is not of the form"]),
@@ -143,6 +144,14 @@ def test_rows_that_cannot_be_converted(tmp_path: Path, rows: list[dict[str, Any]
         convert(str(file), output)
     assert all(part in str(caught.value) for part in parts), caught.value
     assert "\n" not in str(caught.value) and not output.exists()
+
+
+def test_a_pair_without_a_better_answer_is_left_out(tmp_path: Path) -> None:
+    file, output = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    rows = [{"instruction": "?", "completions": found} for found in (RATED, RATED[:1] * 2, RATED)]
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    found = convert(str(file), output)
+    assert (found.rows, found.left_out) == (2, 1) and len(output.read_text().splitlines()) == 2
 
 
 def test_the_ground_truth_takes_precedence() -> None:

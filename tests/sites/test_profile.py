@@ -86,7 +86,7 @@ def test_a_name_is_looked_up_in_the_working_folder_first() -> None:
     assert profiles.find("whole-nodes") == SITES / "whole-nodes.yaml"
     Path("configs/site").mkdir(parents=True)
     Path("configs/site/whole-nodes.yaml").write_text("")
-    assert profiles.find("whole-nodes") == Path("configs/site/whole-nodes.yaml")
+    assert profiles.find("whole-nodes") == Path("configs/site/whole-nodes.yaml").absolute()
     with pytest.raises(UserError, match=r"does not exist; the shipped profiles are .*typed-gres"):
         profiles.find("nowhere")
     with pytest.raises(UserError, match="no such home folder"):
