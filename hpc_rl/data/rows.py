@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from hpc_rl.config.prompts import PromptConfig
 from hpc_rl.config.sft import DataConfig
-from hpc_rl.data.formats import Row
+from hpc_rl.data.formats import Row, kind_of
 from hpc_rl.data.messages import CONVERT, TRAIN, Message, as_chat, from_json, with_system
 from hpc_rl.data.shapes import shape_of
 from hpc_rl.errors import UserError
@@ -69,6 +69,8 @@ def to_messages(row: Row, data: DataConfig, where: str) -> list[Message]:
 def as_turns(value: Any, role: str, key: str, where: str) -> list[Message]:
     """Return a column as messages: a list of messages, or text as one message of this role."""
     parsed = from_json(value)
+    if not isinstance(parsed, str | list | Mapping):
+        raise UserError(f"{where}: column {key!r} has {kind_of(parsed)}; text or a list of messages is needed")
     is_chat = not isinstance(parsed, str) and (not isinstance(value, str) or _looks_like_chat(parsed))
     return as_chat(parsed, key, where) if is_chat else [{"role": role, "content": value}]
 

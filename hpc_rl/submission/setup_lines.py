@@ -37,7 +37,12 @@ def bash_errors(lines: Sequence[str]) -> list[str]:
     # Bash warns of a locale that this machine lacks, and reads the file in BASH_ENV: neither is about these lines.
     environ = {**{name: value for name, value in os.environ.items() if name != "BASH_ENV"}, "LC_ALL": "C"}
     done = subprocess.run(
-        ["bash", "-n", "-c", text], env=environ, capture_output=True, text=True, timeout=BASH_TIMEOUT_S, check=False
+        ["/bin/bash", "-n", "-c", text],
+        env=environ,
+        capture_output=True,
+        text=True,
+        timeout=BASH_TIMEOUT_S,
+        check=False,
     )
     return done.stderr.strip().splitlines()
 

@@ -286,7 +286,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
     "short": (lambda entry: os.truncate(entry / "part-00-of-01.arrow", 100), "has 100 of "),
     "missing": (lambda entry: (entry / "part-00-of-01.arrow").unlink(), "part-00-of-01.arrow is missing"),
     "half-written": (lambda entry: (entry / "checksums.json").unlink(), "checksums.json is missing"),
-    "no json": (lambda entry: (entry / "checksums.json").write_text("{"), "checksums.json: Expecting"),
+    "no json": (lambda entry: (entry / "checksums.json").write_text("{"), "checksums.json is not a JSON object"),
     "no sums": (lambda entry: (entry / "checksums.json").write_text("{}"), "checksums.json is not valid"),
     "description": (lambda entry: flip(entry / "data.json"), "data.json does not match its checksum"),
 }
