@@ -152,7 +152,7 @@ DATA = [
     ppo("larger than the training data (8 rows)", "data.train_batch_size=9"),
     ppo("'answer' has null", "data.train_files=null-answer.jsonl"),
     ppo("only an assistant turn", "data.train_files=alone.jsonl"),
-    ppo("has a number; a list", "data.train_files=number-prompt.jsonl"),
+    ppo("has a number; text or a list", "data.train_files=number-prompt.jsonl"),
     ppo("set data.answer_key=solution", "data.train_files=no-answer.jsonl"),
     ppo("no column 'question'", "data.prompt_key=question"),
     ppo("does not start with PAR1", "data.val_files=no-magic.parquet"),
