@@ -103,7 +103,7 @@ def train(config: FinetuneConfig, run: RunDir, world: World) -> int:
     except Stopped as stopped:
         print_once(own, str(stopped))
         return EXIT_STOPPED
-    with state.saver:
+    with state.saver, state.tracker:
         code = loop(state)
     objective.leave(code)
     return code

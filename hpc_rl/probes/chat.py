@@ -17,7 +17,8 @@ from hpc_rl.errors import UserError
 from hpc_rl.host.shown_text import escaped_output
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+    import torch
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase, TextStreamer
 
 RESET, EXIT = "/reset", "/exit"
 
@@ -46,7 +47,6 @@ class Chat:
             UserError: the conversation is longer than the model's context.
         """
         import torch
-        from transformers import TextStreamer
 
         asked = [*self.messages, {"role": "user", "content": text}]
         prompt = as_text(self.tokenizer, self.tokenizer.get_chat_template(), asked, "chat", generation_prompt=True)
@@ -67,10 +67,23 @@ class Chat:
                 max_new_tokens=self.max_tokens,
                 eos_token_id=list(self.ends),
                 pad_token_id=self.ends[0],
-                streamer=TextStreamer(self.tokenizer, skip_prompt=True, skip_special_tokens=True),
+                streamer=_streamer(self.tokenizer, self.ends),
             )
-        said = self.tokenizer.decode(found[0, length:], skip_special_tokens=True)
+        written = [token for token in found[0, length:].tolist() if token not in self.ends]
+        said = self.tokenizer.decode(written, skip_special_tokens=True)
         self.messages = [*asked, {"role": "assistant", "content": said}]
+
+
+def _streamer(tokenizer: PreTrainedTokenizerBase, ends: Sequence[int]) -> TextStreamer:
+    """Return what prints an answer while it is generated, without the token that ends it, special or not."""
+    from transformers import TextStreamer
+
+    class AnswerStreamer(TextStreamer):
+        def put(self, value: torch.Tensor) -> None:
+            if self.next_tokens_are_prompt or int(value.flatten()[-1]) not in ends:
+                super().put(value)
+
+    return AnswerStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
 
 
 def load_chat(path: str, temperature: float, max_tokens: int, trust_remote_code: bool = False) -> Chat:

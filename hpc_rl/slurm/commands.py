@@ -221,10 +221,10 @@ def configuration(place: Place | None = None) -> tuple[dict[str, str], dict[str,
     return cluster.read_config(text), cluster.read_controllers(text)
 
 
-def max_array_size() -> int:
-    """Most tasks that an array may have on this cluster; Slurm's default if it cannot be asked (slurm.conf(5))."""
+def max_array_size(place: Place) -> int:
+    """Most tasks that an array may have on a cluster; Slurm's default if it cannot be asked (slurm.conf(5))."""
     try:
-        config, _ = configuration() if available() else ({}, {})
+        config, _ = configuration(place) if available() else ({}, {})
     except NoAnswer:
         config = {}
     return int(config.get("MaxArraySize", 1001)) - 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import stat
 import tempfile
@@ -12,7 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from hpc_rl.errors import UserError
+from hpc_rl.errors import UnclearError, UserError
 from hpc_rl.host import git
 from hpc_rl.host.files import write_atomically
 from hpc_rl.host.processes import held_interrupts
@@ -22,7 +23,7 @@ from hpc_rl.runs import control
 from hpc_rl.runs.folders import remember
 from hpc_rl.runs.status import ROOT, is_run
 from hpc_rl.slurm import commands
-from hpc_rl.slurm.place import Place
+from hpc_rl.slurm.place import Place, is_single
 from hpc_rl.submission.after import After
 from hpc_rl.submission.directives import clusters_of
 from hpc_rl.submission.job import Job
@@ -114,14 +115,15 @@ def share(folder: Path, group: str) -> None:
         raise UserError(f"slurm.group {group}: {reason}; choose a group that `id` lists for you") from error
 
 
-def record(job: Job, job_id: str, place: Place | None = None, **more: object) -> None:
+def record(job: Job, job_id: str | None, place: Place | None = None, **more: object) -> None:
     """Write job.json, and remember where the run is.
 
     Args:
+        job_id: None if it is not known: the job states it in status.json when it starts.
         place: the cluster of the job, if Slurm has queued it.
     """
     facts = {
-        "job_id": job_id,
+        **({} if job_id is None else {"job_id": job_id}),
         **({} if place is None else {"place": place.record()}),
         "kind": job.kind,
         "submitted": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
@@ -168,19 +170,35 @@ def submit(job: Job, script: str) -> str:
     """Queue the script of a job and return the job id.
 
     Raises:
+        UnclearError: the job may be in the queue. A new run directory stays.
         UserError: sbatch refused. Then, and after Ctrl-C, nothing is left behind.
     """
+    waits = {"after": job.after.target} if job.after else {}
     with reserved(job) as is_new:
         job.run_dir.stop.unlink(missing_ok=True)  # written for an earlier job
-        queued = None
+        keeps = not is_new
         try:
             prepare(job, script)
             queued = queue_after(script, job.after)
+            keeps = True
+        except UnclearError:
+            keeps = True
+            if is_new:
+                record(job, None, asked_place(script, job.after), **waits)
+            raise
         finally:
-            if queued is None and is_new:
+            if not keeps:
                 remove(job.run_dir.path)
-        record(job, queued.job_id, queued.place, **({"after": job.after.target} if job.after else {}))
+        record(job, queued.job_id, queued.place, **waits)
         return queued.job_id
+
+
+def asked_place(script: str, after: After | None) -> Place | None:
+    """Return the cluster that a script is submitted to; None if Slurm chooses one of several."""
+    from hpc_rl.submission.executor import place_for
+
+    found = (after.place if after else None) or place_for(script, os.environ)
+    return found if is_single(found.cluster) else None
 
 
 @dataclass(frozen=True)
@@ -232,7 +250,7 @@ def queue(script: str, options: Sequence[str] = (), place: Place | None = None) 
     from hpc_rl.submission.executor import ScriptExecutor
 
     asked = clusters_of(script)
-    if place is not None and asked not in ("", "all") and place.cluster not in asked.split(","):
+    if place is not None and not place.may_be_in(asked):
         raise UserError(
             f"the job has --clusters={asked}, but its run, or the job that it waits for, is in {_named(place)}: leave "
             "the option out, or submit it as a new run with another --job-name"

@@ -15,6 +15,7 @@ from hpc_rl.config.compose import dump
 from hpc_rl.config.job import JobConfig
 from hpc_rl.config.ray import RayJobConfig
 from hpc_rl.config.slurm import SlurmConfig
+from hpc_rl.config.tree import MOST_OWN_BYTES
 from hpc_rl.errors import UserError
 from hpc_rl.host.bounds import cpu_seconds
 from hpc_rl.host.ownership import refuse_foreign
@@ -140,7 +141,7 @@ _RESERVED = re.compile("if|then|else|elif|fi|case|esac|for|select|while|until|do
 
 def _values(job: Job) -> dict[str, Any]:
     config = job.config
-    config_text = dump(config).rstrip() if job.row.trainer else None
+    config_text = _config_text(job) if job.row.trainer else None
     has_image = config.container.image is not None
     inside = run_options.has_container_script(config.container)
     container_text = render_container(job).rstrip() if inside else None
@@ -173,6 +174,21 @@ def _values(job: Job) -> dict[str, Any]:
         "node_options": " ".join(map(bash_word, node_options(config))),
         "program": program_text(job),
     }
+
+
+def _config_text(job: Job) -> str:
+    """Return the configuration as the job will read it.
+
+    Raises:
+        UserError: it is larger than what can be read.
+    """
+    text = dump(job.config).rstrip()
+    if len(text) > MOST_OWN_BYTES:
+        raise UserError(
+            f"the configuration has {len(text):,} bytes, and a job script at most {MOST_OWN_BYTES:,}: if it is long "
+            "because of its data files, join them into fewer, larger ones"
+        )
+    return text
 
 
 def _start_timeout_of(config: JobConfig) -> tuple[str, int]:

@@ -6,10 +6,12 @@ import contextlib
 import json
 import time
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from types import TracebackType
+from typing import Any, Protocol, Self
 
 from hpc_rl.config.job import CacheConfig
 from hpc_rl.config.training import RecordedConfig
+from hpc_rl.errors import RunError
 from hpc_rl.host.files import LineFile
 from hpc_rl.run_dir import RunDir
 from hpc_rl.tracking.formatting import step_line
@@ -49,6 +51,8 @@ def open_tracker(config: RecordedJob, run: RunDir, wandb_id: str | None, is_main
 
 class Tracker:
     """The metrics of one run, written by its main process; in other processes every method does nothing.
+
+    A context manager, which closes everything after an error: wandb would otherwise show the run as still running.
 
     Args:
         config: the resolved configuration, shown in wandb.
@@ -90,6 +94,15 @@ class Tracker:
                 run_dir, config, project=project, name=name, mode=wandb_mode, proxy=wandb_proxy, run_id=wandb_id
             )
             self._wandb_id = self._wandb.id
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if error is not None:
+            self.finish(RunError.exit_code)
 
     @property
     def wandb_id(self) -> str | None:

@@ -131,6 +131,16 @@ def test_wandb_without_a_network_warns_and_goes_on(
     assert len(read_metrics(tmp_path / "metrics.jsonl")) == 1
 
 
+def test_an_error_closes_the_tracker_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(ZeroDivisionError), tracker(tmp_path, loggers=["wandb"], wandb_mode="offline") as failing:
+        failing.log(1, {"loss": 1.0}, 2)
+        raise ZeroDivisionError
+    assert capsys.readouterr().out.count("To upload the metrics: hpc-rl wandb sync") == 1
+    with tracker(tmp_path, loggers=["wandb"], wandb_mode="offline") as working:
+        working.finish()
+    assert capsys.readouterr().out.count("To upload the metrics") == 1
+
+
 def test_answers_that_json_lacks_are_recorded_as_text(tmp_path: Path) -> None:
     made = tracker(tmp_path)
     made.log_samples(1, [{"prompt": "p", "response": "r", "answer": date(2025, 1, 2), "score": 1.0}], "train")
