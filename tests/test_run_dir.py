@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 
 from hpc_rl.run_dir import RunDir
-
-GOLDEN = Path(__file__).parent / "golden" / "sft.sbatch"
+from hpc_rl.submission.script import support_text
 
 
 def test_attempts_are_in_the_order_of_their_numbers(tmp_path: Path) -> None:
@@ -45,7 +44,7 @@ def test_the_job_script_writes_the_same_status(tmp_path: Path, state: str, code:
     by_python = run.status.read_text()
     run.status.unlink()
     functions = re.findall(
-        r"^(?:replace|is_latest|report)\(\) \{.*?\}\n(?=\S|\n)", GOLDEN.read_text(), re.DOTALL | re.MULTILINE
+        r"^(?:replace|is_latest|report)\(\) \{.*?\}\n(?=\S|\n)", support_text(), re.DOTALL | re.MULTILINE
     )
     assert len(functions) == 3
     given = "null" if code is None else code

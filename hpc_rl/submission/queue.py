@@ -27,7 +27,7 @@ from hpc_rl.slurm.place import Place, is_single
 from hpc_rl.submission.after import After
 from hpc_rl.submission.directives import clusters_of
 from hpc_rl.submission.job import Job
-from hpc_rl.submission.script import support_text
+from hpc_rl.submission.script import write_support
 
 GIT_MAX_BYTES = 1_000_000
 
@@ -97,7 +97,7 @@ def prepare(job: Job, script: str, code: str | None = None) -> None:
     if job.config.slurm.group is not None:
         share(job.run_dir.path, job.config.slurm.group)
     write_atomically(job.run_dir.script, script, forbidden=0o022)
-    write_atomically(job.run_dir.support, support_text(), forbidden=0o022)
+    write_support(script, job.run_dir.support)
     write_atomically(job.run_dir.git, git_snapshot(job.working_dir) if code is None else code)
 
 

@@ -205,6 +205,8 @@ def test_a_run_directory_that_nodes_do_not_share_names_the_node(workspace: Works
             f"HPC_RL_RUN_DIR={workspace.folder}/runs/alone", f"HPC_RL_RUN_DIR={alone}"
         )
     )
+    for node in ("node1", "node2"):
+        slurm_cluster.exec_on(node, ["cp", f"{workspace.folder}/runs/alone/support.sh", alone], check=True)
     job_id = slurm_cluster.run(
         ["sbatch", "--parsable", str(workspace.folder / "alone.sbatch")], check=True
     ).stdout.strip()
