@@ -236,9 +236,9 @@ report() {
     "$job" "$attempt" "$1" "$2" | replace status.json || true
 }
 run_epilogue() { # the user's own commands at the end, in which failures and unset variables are ignored
-  declare -F epilogue > /dev/null || return 0
+  declare -F slurm_epilogue > /dev/null || return 0
   set +eu
-  epilogue
+  slurm_epilogue
   set -eu
 }
 finish() {

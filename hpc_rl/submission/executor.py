@@ -41,8 +41,8 @@ _ANSWER = re.compile(r"(?:(\d+)|Submitted batch job (\d+))(?:(?:;| on cluster )(
 _UNCLEAR = re.compile("timed out on send/recv|receive failure|zero bytes were transmitted", re.IGNORECASE)
 """Errors of sbatch after the controller may have received the job."""
 _LOOK = (
-    "The job may be in the queue, so nothing was cancelled or removed: look for it with squeue --me, and end it with "
-    "scancel before you submit again"
+    "The job may be in the queue, so its files stay: look for it with squeue --me, and end it with scancel before you "
+    "submit again"
 )
 _UNREACHABLE = re.compile("Unable to contact slurm controller|establish a configuration source", re.IGNORECASE)
 
