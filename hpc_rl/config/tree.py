@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -61,7 +62,9 @@ def compose_yaml(path: Path, named: bool = True) -> tuple[Any, yaml.Node | None]
         OSError: see `read_yaml`.
         UnicodeDecodeError, YAMLError: it is not YAML.
     """
-    loader = _Loader(read_yaml(path, named).decode("utf-8"))
+    text = io.StringIO(read_yaml(path, named).decode("utf-8"))
+    text.name = str(path)  # PyYAML's messages name it
+    loader = _Loader(text)
     try:
         node = loader.get_single_node()
         if node is not None:
