@@ -102,6 +102,8 @@ def test_a_stopped_run_is_resumed_on_one_node(workspace: Workspace, uninterrupte
     workspace.ok("stop", "stopped")
     followed = workspace.hpc_rl("logs", "-f", "stopped")
     assert followed.returncode == 75, followed.stdout
+    assert "srun" not in followed.stdout and "slurmstepd" not in followed.stdout, followed.stdout
+    assert "requeue stopped" in workspace.ok("status", "stopped")
     status = workspace.status("stopped")
     assert (status["state"], status["exit_code"]) == ("STOPPED", 75)
     saved = max(workspace.losses("stopped"))
