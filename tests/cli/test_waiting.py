@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import pty
+import re
 import signal
 import subprocess
 import sys
@@ -105,3 +108,22 @@ def test_a_command_that_takes_long_says_what_it_does(
     assert "RUNNING" in json.dumps(json.loads(done.stdout))
     lines = done.stderr.splitlines()
     assert lines and all(any(line.startswith(f"hpc-rl: {text}") for text in shown) for line in lines), done.stderr
+
+
+def test_a_terminal_shows_the_stage_and_a_clock_before_the_first_step(run: RunDir) -> None:
+    ours, its = pty.openpty()
+    with subprocess.Popen(
+        [sys.executable, "-m", "hpc_rl.cli", "logs", "-f", "first"], cwd=run.path.parents[1],
+        stdin=subprocess.DEVNULL, stdout=its, stderr=its,
+    ) as following:  # fmt: skip
+        os.close(its)
+        text, deadline = "", time.monotonic() + DEADLINE_S
+        while len(set(re.findall(r"starting: the job script prepares the nodes, (\d+:\d\d)", text))) < 2:
+            assert time.monotonic() < deadline, text
+            text += os.read(ours, 2**16).decode(errors="replace")
+        following.send_signal(signal.SIGINT)
+        with contextlib.suppress(OSError):  # the other end is closed
+            while os.read(ours, 2**16):
+                pass
+    os.close(ours)
+    assert following.returncode == 130
