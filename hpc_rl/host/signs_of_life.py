@@ -10,7 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 QUIET = "HPC_RL_QUIET"
@@ -115,7 +115,8 @@ def _watch(life: Life, ended: threading.Event) -> None:
 
 
 def _say(what: str) -> None:
-    sys.stderr.write(f"hpc-rl: {what}\n")
+    with suppress(OSError, ValueError):  # it is closed
+        sys.stderr.write(f"hpc-rl: {what}\n")
 
 
 def _share_a_pipe() -> bool:

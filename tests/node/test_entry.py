@@ -20,9 +20,7 @@ sys.exit(code)
 """
 
 
-@pytest.mark.parametrize(
-    ("code", "agreed", "left"), [(75, None, 75), (75, 75, 0), (75, 1, 75), (1, 75, 1), (0, 75, 0)]
-)
+@pytest.mark.parametrize(("code", "agreed", "left"), [(75, None, 75), (75, 75, 0), (75, 1, 75), (1, 75, 1), (0, 75, 0)])
 def test_a_saved_run_leaves_srun_without_an_error_if_the_script_finds_its_code(
     tmp_path: Path, code: int, agreed: int | None, left: int
 ) -> None:
