@@ -417,6 +417,7 @@ def validate(state: TrainerState) -> dict[str, float]:
 def finish(state: TrainerState, finished_before: bool) -> int:
     """Export a finished run, close the tracker and print the result; return the exit code."""
     state.saver.wait()
+    state.tracker.name_left_out()
     done = state.step >= state.total_steps
     state.data.close(done)
     if finished_before:

@@ -15,6 +15,7 @@ from hpc_rl.config.training import ModelSource
 from hpc_rl.data.chat import as_text, ending_token_ids
 from hpc_rl.errors import UserError
 from hpc_rl.host.shown_text import escaped_output
+from hpc_rl.host.signs_of_life import doing, signs_of_life
 
 if TYPE_CHECKING:
     import torch
@@ -155,7 +156,8 @@ def main(arguments: Sequence[str]) -> int:
         quiet_libraries()
         if options.seed is not None:
             torch.manual_seed(options.seed)
-        chat = load_chat(options.model, options.temperature, options.max_tokens, options.trust_remote_code)
+        with signs_of_life(), doing(f"loading the model {options.model}"):
+            chat = load_chat(options.model, options.temperature, options.max_tokens, options.trust_remote_code)
         with escaped_output():
             converse(chat)
     except UserError as error:

@@ -11,6 +11,7 @@ import time
 from collections.abc import Iterable, Sequence
 
 from hpc_rl.errors import UserError
+from hpc_rl.host.signs_of_life import doing
 from hpc_rl.slurm import cluster
 from hpc_rl.slurm.accounting import COLUMNS, Start, read_starts
 from hpc_rl.slurm.place import NoAnswer as NoAnswer
@@ -321,9 +322,10 @@ def _run(
     command = [argv[0], *place.words(argv[0]), *argv[1:]]
     timeout = TIMEOUT_S if deadline is None else max(_LEAST_S, deadline - time.monotonic())
     try:
-        return subprocess.run(
-            command, env=place.environment(os.environ), capture_output=True, text=True, timeout=timeout, check=False
-        )
+        with doing(f"waiting for Slurm ({argv[0]})"):
+            return subprocess.run(
+                command, env=place.environment(os.environ), capture_output=True, text=True, timeout=timeout, check=False
+            )
     except FileNotFoundError:
         return None
     except subprocess.TimeoutExpired as error:

@@ -21,6 +21,7 @@ from submitit.slurm.slurm import SlurmExecutor, SlurmInfoWatcher, SlurmJob
 
 from hpc_rl.errors import UnclearError, UserError
 from hpc_rl.host.search_path import without_empty_entries
+from hpc_rl.host.signs_of_life import doing
 from hpc_rl.slurm import commands
 from hpc_rl.slurm.place import CLUSTERS, Place, changed_words, here, is_single
 from hpc_rl.submission.directives import clusters_of, overruled
@@ -98,7 +99,7 @@ class ScriptExecutor(SlurmExecutor):
         """
         try:
             # submitit both prints and raises sbatch's error; one message is enough.
-            with contextlib.redirect_stderr(io.StringIO()):
+            with doing("waiting for Slurm (sbatch)"), contextlib.redirect_stderr(io.StringIO()):
                 job = self._submit_command("")
         except FailedJobError as error:
             reason = refused_because(str(error))
@@ -138,7 +139,8 @@ def refusal(script: str) -> str | None:
         NoAnswer: sbatch is missing, or takes too long.
     """
     command = [*_sbatch(script, place_for(script, os.environ), commands.TIMEOUT_S), "--test-only"]
-    done = subprocess.run(command, input=script, capture_output=True, text=True, check=False)
+    with doing("waiting for Slurm (sbatch --test-only)"):
+        done = subprocess.run(command, input=script, capture_output=True, text=True, check=False)
     if done.returncode in _NOT_RUN:
         raise commands.NoAnswer(f"sbatch --test-only does not answer within {commands.TIMEOUT_S} s, or is missing")
     return refused_because(done.stderr) if done.returncode else None

@@ -18,6 +18,7 @@ from hpc_rl.host import git
 from hpc_rl.host.files import write_atomically
 from hpc_rl.host.processes import held_interrupts
 from hpc_rl.host.secrets import hidden, refuse_secrets
+from hpc_rl.host.signs_of_life import doing
 from hpc_rl.run_dir import SHARED_MODE, SUBMISSION, RunDir, submitting
 from hpc_rl.runs import control
 from hpc_rl.runs.folders import remember
@@ -274,6 +275,7 @@ def remove(folder: Path) -> None:
         folder.parent.rmdir()
 
 
+@doing("recording the state of the code with git")
 def git_snapshot(folder: Path) -> str:
     """Describe commit, branch and uncommitted changes of the repository that contains a folder, if there is one."""
     head = git.commit(folder)

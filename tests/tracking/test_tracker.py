@@ -91,6 +91,21 @@ def test_the_console_shows_a_step_and_its_validation_once(tmp_path: Path, capsys
     } <= last.keys()
 
 
+def test_the_console_names_the_steps_that_it_leaves_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    made = tracker(tmp_path)
+    with pytest.raises(RuntimeError), made:  # at step 9
+        for step in range(1, 9):
+            made._last_line = float("-inf") if step == 5 else time.monotonic()
+            made.log(step, {"train/loss": 2.0}, total_steps=99)
+            if step == 7:
+                made.log(step, {"val/loss": 3.0}, total_steps=99)
+        raise RuntimeError
+    made.finish()
+    shown = [line.split(" | loss")[0].split(" | val")[0] for line in capsys.readouterr().out.splitlines()]
+    left = "steps 1 to 4: see metrics.jsonl", "step 6: see metrics.jsonl", "step 8: see metrics.jsonl"
+    assert shown == [left[0], "step  5/99", left[1], "step  7/99", left[2]]
+
+
 def test_other_ranks_do_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     made = tracker(tmp_path, loggers=["console", "wandb"], is_main=False, wandb_id="kept")
     made.log(1, {"train/loss": 2.0}, total_steps=2)

@@ -55,7 +55,8 @@ def _generate(config: GenerateConfig, prepared: Prepared, logs: Path, tracker: T
         workers = start_workers(config, logs)
     state = open_generation(config, prepared, workers, tracker)
     state.began = time.monotonic()
-    code = generate(state)
+    with tracker:
+        code = generate(state)
     if code == 0:  # after a stop, the engines are still generating; they end with the driver
         try:
             loaded = state.queue.loaded  # one that still loads would not answer
