@@ -85,7 +85,7 @@ def test_leaving_ends_the_reloads(root: Path) -> None:
         raise KeyboardInterrupt
 
     reporting.follow_report(reporting.select(["r"]), run.report, pause)
-    assert "reloads every" not in run.report.read_text() and "at step 5 of 9" in run.report.read_text()
+    assert "reloads every" not in run.report.read_text() and "step 5 of 9" in run.report.read_text()
 
 
 def test_without_accounting_nothing_changes(root: Path) -> None:
