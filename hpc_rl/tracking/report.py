@@ -89,7 +89,7 @@ def write_page(runs: Sequence[Recorded], path: Path, refresh_s: float | None = N
 def render_page(runs: Sequence[Recorded], refresh_s: float | None = None) -> str:
     """Render the page. Text of a run is escaped, and the page's policy lets no script run but its own."""
     several, swept = len(runs) > 1, swept_keys(runs)
-    sorts = bool(swept) and not any(is_pipeline([run]) for run in runs)
+    sorts = bool(swept) and not is_pipeline(runs)
     runs = best_first(runs) if sorts else runs
     groups = plots_of_runs(runs) if several else plots_of_run(runs[0])
     sweep_groups = sweep_plots(runs) if several else []
@@ -110,7 +110,7 @@ def render_page(runs: Sequence[Recorded], refresh_s: float | None = None) -> str
         best_is_first=sorts,
         swept=[[run.swept.get(key, "–") for key in swept] for run in runs],
         columns=_MOST_COLUMNS,
-        differences=[(key, [_shown(value) for value in values]) for key, values in differing],
+        differences=[(key, [_shown(run.options, key) for run in runs]) for key, _ in differing],
         opens=len(differing) * -(-len(runs) // _MOST_COLUMNS) <= _OPEN_DIFFERENCES,
         several_kinds=len({run.kind for run in runs}) > 1,
         shared_config=_shared(runs) if several else "",
@@ -168,5 +168,6 @@ def _notes(groups: Sequence[PlotGroup], binned: bool) -> list[str]:
     return [note for note, applies in notes.items() if applies]
 
 
-def _shown(value: Any) -> str:
-    return "–" if value is None else str(value)
+def _shown(options: dict[str, Any], key: str) -> str:
+    value = options.get(key, "–")
+    return "null" if value is None else str(value)

@@ -180,7 +180,7 @@ def test_options_that_all_runs_share_are_shown_once(tmp_path: Path) -> None:
 
 def test_runs_of_two_kinds(tmp_path: Path) -> None:
     """Learning is first, and memory last; options of one kind are in its own configuration."""
-    sft = make_run(tmp_path, "sft", metrics=SFT, config="optim: {lr: 1}\ntrainer: {seed: 1, nnodes: 2}\n")
+    sft = make_run(tmp_path, "sft", metrics=SFT, config="optim: {lr: 1}\ntrainer: {seed: null, nnodes: 2}\n")
     ppo = make_run(tmp_path, "ppo", metrics=PPO, config="actor: {n: 8}\ntrainer: {seed: 2, nnodes: 2}\n")
     for run in (sft, ppo):
         run.job.write_text(json.dumps({"kind": run.name}))
@@ -195,6 +195,7 @@ def test_runs_of_two_kinds(tmp_path: Path) -> None:
     assert speed[:2] == ["Run", "Node hours"] and speed[-3:] == ["Peak memory", "sft", "ppo"]
     (phases,) = [table for table in tables if "Seconds, median" in table]
     assert phases[3:] == ["generation", "forward and backward", "policy update", "step"]
+    assert re.search(r"trainer\.seed</th>\s*<td class=\"value\">null</td><td class=\"value\">2</td>", page)
     assert "sft: all options" in page and "Options that all runs share" not in page
 
 
