@@ -106,7 +106,6 @@ def test_the_page_shows_the_state_that_status_shows(root: Path) -> None:
 @pytest.mark.parametrize(
     ("job_id", "state", "shown"),
     [("7", "TIMEOUT", "TIMEOUT"), ("7", "PENDING", "KILLED"), ("8", "CANCELLED", "KILLED")],
-    [("7", "TIMEOUT", "TIMEOUT"), ("7", "PENDING", "KILLED"), ("8", "CANCELLED", "KILLED")],
 )
 def test_the_last_attempt_ended_like_its_job(root: Path, job_id: str, state: str, shown: str) -> None:
     run = make_run(root, "r", exit_code=None)
