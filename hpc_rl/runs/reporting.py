@@ -73,8 +73,8 @@ def write_report(selected: Sequence[Selected], path: Path, refresh: bool = False
     histories = accounted_histories([one.run for one in selected], statuses)
     active = any(status.active for status in statuses)
     recorded = [
-        replace(read_run(one.run), history=history, swept=one.swept)
-        for one, history in zip(selected, histories, strict=True)
+        replace(read_run(one.run), history=history, swept=one.swept, status=status.state if status.job_id else "")
+        for one, history, status in zip(selected, histories, statuses, strict=True)
     ]
     shown = [run for run in recorded if run.has_started or not run.swept]
     if not shown:
@@ -120,8 +120,8 @@ def accounted_histories(runs: Sequence[RunDir], statuses: Sequence[RunStatus]) -
 
 
 def _current(found: History, now: RunStatus) -> History:
-    """Return the history with the current state of an attempt that is running."""
-    if not found.attempts or found.attempts[-1].state != "RUNNING":
+    """Return the history with the current state of an attempt that is running, or with the end of the last job."""
+    last = found.attempts[-1] if found.attempts else None
+    if last is None or not (last.state == "RUNNING" or (last.is_open and now.ended and last.job_id == now.job_id)):
         return found
-    last = replace(found.attempts[-1], state=now.state, exit_code=now.exit_code)
-    return History((*found.attempts[:-1], last))
+    return History((*found.attempts[:-1], replace(last, state=now.state, exit_code=now.exit_code)))

@@ -188,13 +188,16 @@ def _order(value: Any) -> tuple[int, float, str]:
 
 
 def _by_submission(rows: Sequence[RunRow]) -> list[RunRow]:
-    return sorted(rows, key=lambda row: (row.submitted, row.status.run))
+    return sorted(rows, key=lambda row: row.submitted)
 
 
 def _rows(found: Sequence[RunDir]) -> list[RunRow]:
+    """Return the rows by name, those of a sweep or pipeline in its order."""
     folders = sorted({run.path.parent for run in found})
     several = [one for folder in folders if (one := run_set_in(folder)) is not None]
     points = {run.path: values for one in several for run, values in zip(one.runs(), one.values(), strict=True)}
+    places = {path: (path.parent.name, place) for place, path in enumerate(points)}
+    found = sorted(found, key=lambda run: places.get(run.path, (run.name, 0)))
     rows = []
     for run, status in zip(found, statuses_of(found), strict=True):
         job = run.read_job()

@@ -9,6 +9,7 @@ from statistics import median
 from hpc_rl.host.usage import NodeUsage, UsageSample
 from hpc_rl.tracking.plot import Plot, Point, Series
 from hpc_rl.tracking.recorded import Recorded
+from hpc_rl.tracking.timeline import OTHER_COLOUR, named
 
 _MOST_PHASES = 7
 """Shorter phases are summed up: more colours than that cannot be told apart."""
@@ -208,11 +209,11 @@ def phase_medians(runs: Sequence[Recorded]) -> list[tuple[str, list[float | None
     """Return (phase, median seconds of a step in each run), the longest phase first and the whole step last."""
     keys = {key for run in runs for record in run.records for key in record if key.startswith("timing_s/")}
     rows = []
-    for key in keys:
-        values = [[value for _, value in run.points(key)] for run in runs]
-        rows.append((key.removeprefix("timing_s/"), [median(found) if found else None for found in values]))
+    for phase, (name, _) in named({key.removeprefix("timing_s/") for key in keys}).items():
+        values = [[value for _, value in run.points(f"timing_s/{phase}")] for run in runs]
+        rows.append((name, [median(found) if found else None for found in values]))
     rows.sort(key=lambda row: (row[0] == "step", -max(value or 0.0 for value in row[1]), row[0]))
-    return [(name.replace("_", " "), values) for name, values in rows]
+    return rows
 
 
 def restarts(run: Recorded) -> list[float]:
@@ -235,15 +236,16 @@ def phase_series(run: Recorded) -> list[Series]:
     keys = {key for record in timed for key in record if key.startswith("timing_s/")} - {"timing_s/step"}
     totals = {key: sum(record.get(key) or 0.0 for record in timed) for key in keys}
     shown = sorted(keys, key=lambda key: (-totals[key], key))[:_MOST_PHASES]
+    known = named({key.removeprefix("timing_s/") for key in keys})
     series = [
-        Series(key.removeprefix("timing_s/").replace("_", " "), [(r["step"], r.get(key) or 0.0) for r in timed])
-        for key in shown
+        Series(name, [(r["step"], r.get(key) or 0.0) for r in timed], colour)
+        for key, (name, colour) in ((key, known[key.removeprefix("timing_s/")]) for key in shown)
     ]
     rest = [
         (r["step"], max(0.0, (r.get("timing_s/step") or 0.0) - sum(r.get(key) or 0.0 for key in shown))) for r in timed
     ]
     if sum(value for _, value in rest) > 0.01 * sum(totals.values()):
-        series.append(Series("other" if shown else "step", rest))
+        series.append(Series("other" if shown else "step", rest, OTHER_COLOUR))
     return series
 
 
@@ -303,7 +305,7 @@ def _few(series: list[Series]) -> list[Series]:
 def _figures(run: Recorded, charts: Sequence[Chart], marks: Sequence[float]) -> list[Figure]:
     figures = []
     for chart in charts:
-        lines = [Series(name, run.points(key)) for key, name in chart.metrics]
+        lines = [Series(name, run.points(key), 1 if name == "validation" else None) for key, name in chart.metrics]
         lines = [line for line in lines if line.points]
         if lines:
             figures.append(Figure(chart.title, chart.unit, Plot(lines, from_zero=chart.from_zero, marks=marks)))

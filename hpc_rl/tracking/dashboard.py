@@ -15,6 +15,7 @@ from rich.text import Text
 from hpc_rl.host.shown_text import shown
 from hpc_rl.host.usage import NodeUsage, UsageSample
 from hpc_rl.tracking.formatting import number, rates
+from hpc_rl.tracking.history import tone
 from hpc_rl.tracking.metrics import Record
 from hpc_rl.tracking.timeline import Timeline, cells, rows
 
@@ -44,7 +45,7 @@ _LEAST_TIMELINE = 45
 """Columns of a terminal that shows the timeline: the names of phases, a short bar and seconds."""
 _FEWEST_LOG_LINES = 4
 """If fewer were left, the timeline of the latest step is not shown."""
-_STYLES = {"COMPLETED": "green", "RUNNING": "cyan", "PENDING": "yellow", "STOPPED": "yellow", "REQUEUED": "yellow"}
+_STYLES = {"done": "green", "failed": "red", "": "yellow"}
 
 
 @dataclass(frozen=True)
@@ -70,7 +71,8 @@ class Snapshot:
 
 def screen(now: Snapshot, width: int, height: int) -> RenderableType:
     """Lay a snapshot out in so many columns and lines; the log takes the remaining lines."""
-    head = Text.assemble((now.name, "bold"), "  ", (now.state, f"bold {_STYLES.get(now.state, 'red')}"))
+    colour = "cyan" if now.state == "RUNNING" else _STYLES[tone(now.state)]
+    head = Text.assemble((now.name, "bold"), "  ", (now.state, f"bold {colour}"))
     head.append("  " + " · ".join(now.facts), style="dim")
     head.truncate(width, overflow="ellipsis")
     parts: list[RenderableType] = [head, _progress(now, width)]

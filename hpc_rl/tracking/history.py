@@ -17,6 +17,7 @@ from hpc_rl.errors import EXIT_STOPPED
 from hpc_rl.host.usage import NodeUsage, read_spans
 from hpc_rl.run_dir import RunDir
 from hpc_rl.slurm.accounting import Start
+from hpc_rl.slurm.states import ENDED
 
 KILLED = "KILLED"
 """Ended from outside: cancelled, requeued by hand, out of time, or on a lost node."""
@@ -84,6 +85,11 @@ def read_history(run: RunDir) -> History:
         hours = sum(node.hours for node in nodes) if nodes else count * ((ended or 0) - (began or 0)) / 3600
         attempts.append(Attempt(number, job_id, state, exit_code, began, ended, count, hours))
     return History(tuple(attempts))
+
+
+def tone(state: str) -> str:
+    """Return how a state is coloured: `done`, `failed`, or empty for a run that can go on."""
+    return "done" if state == "COMPLETED" else "failed" if state in ENDED or state == KILLED else ""
 
 
 def ended_with(found: History, exit_code: int, time: float) -> History:

@@ -48,6 +48,15 @@ class Recorded:
     """The records are those of every so many steps; see `metrics.Thinned`."""
     swept: dict[str, str] = field(default_factory=dict)
     """What distinguishes the run from the others of its sweep or pipeline: swept key -> value; or round and stage."""
+    kind: str = ""
+    """Of its job; empty if it is not known."""
+    status: str = ""
+    """Its state as `hpc-rl status` shows it; empty if nobody has asked for it."""
+
+    @property
+    def state(self) -> str:
+        """The state of the run: without a status, that of its last attempt."""
+        return self.status or (self.history.attempts[-1].state if self.history.attempts else "")
 
     @property
     def has_started(self) -> bool:
@@ -74,6 +83,7 @@ def read_run(run: RunDir) -> Recorded:
         evaluation=read_evaluation(run),
         timeline=read_timeline(run.timeline, records[-1]["step"] if records else 0),
         expected=read_expected(run),
+        kind=str(run.read_job().get("kind", "")),
     )
 
 
@@ -85,8 +95,15 @@ def read_config(path: Path) -> str:
         return ""
 
 
-def differences(options: Sequence[dict[str, Any]]) -> list[tuple[str, list[Any]]]:
-    """Return (key, value in each run) for every key whose values differ; None for a run without the key."""
-    keys = dict.fromkeys(key for each in options for key in each)
-    values = [(key, [each.get(key) for each in options]) for key in keys]
+def differences(runs: Sequence[Recorded]) -> list[tuple[str, list[Any]]]:
+    """Return (key, value in each run) for every key whose values differ; None for a run without the key.
+
+    Keys that a kind of run does not have are left out: each kind has its own options.
+    """
+    by_kind: dict[str, set[str]] = {}
+    for run in runs:
+        by_kind.setdefault(run.kind, set()).update(run.options)
+    keys = dict.fromkeys(key for run in runs for key in run.options)
+    common = set.intersection(*by_kind.values())
+    values = [(key, [run.options.get(key) for run in runs]) for key in keys if key in common]
     return [(key, found) for key, found in values if any(value != found[0] for value in found)]

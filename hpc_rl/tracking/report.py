@@ -35,6 +35,8 @@ UPLOT = "uplot-1.6.32.min"
 _PAGE = Path(__file__).parent / "page"
 _OPEN_DIFFERENCES = 12
 """A longer list of differing options is folded."""
+_MOST_COLUMNS = 6
+"""More runs than that are in several tables, each as wide as the page."""
 
 
 def report_end(run: RunDir, exit_code: int) -> str:
@@ -94,7 +96,7 @@ def render_page(runs: Sequence[Recorded], refresh_s: float | None = None) -> str
     plots = [figure.plot for group in [*sweep_groups, *groups] for figure in group.figures]
     data = plot_data(plots)
     scripts = [(_PAGE / name).read_text() for name in (f"{UPLOT}.js", "script.js")]
-    options = [run.options for run in runs]
+    differing = differences(runs)
     summaries = [run_summary(run) for run in runs]
     template = Environment(autoescape=True, trim_blocks=True).from_string((_PAGE / "page.html.j2").read_text())
     return template.render(
@@ -102,18 +104,21 @@ def render_page(runs: Sequence[Recorded], refresh_s: float | None = None) -> str
         written=time.strftime("%Y-%m-%d %H:%M"),
         refresh_s=None if refresh_s is None else round(refresh_s),
         runs=summaries,
-        labels=list(dict.fromkeys(label for summary in summaries for label in summary.by_label)),
+        results=_labels([summary.results for summary in summaries]),
+        speeds=_labels([summary.speeds for summary in summaries]),
         swept_keys=swept,
         best_is_first=sorts,
         swept=[[run.swept.get(key, "–") for key in swept] for run in runs],
-        differences=[(key, [_shown(value) for value in values]) for key, values in differences(options)],
-        most_open=_OPEN_DIFFERENCES,
-        shared_config=_shared(options) if several else "",
+        columns=_MOST_COLUMNS,
+        differences=[(key, [_shown(run.options, key) for run in runs]) for key, _ in differing],
+        opens=len(differing) * -(-len(runs) // _MOST_COLUMNS) <= _OPEN_DIFFERENCES,
+        several_kinds=len({run.kind for run in runs}) > 1,
+        shared_config=_shared(runs) if several else "",
         groups=groups,
         sweep_groups=sweep_groups,
         notes=_notes(groups, is_binned(plots, data)),
         evaluation=evaluation_table([(run.name, run.evaluation) for run in runs]),
-        phases=_phase_table(runs) if several else None,
+        phases=[(name, ["–" if v is None else number(v) for v in values]) for name, values in phase_medians(runs)],
         timeline=None if several else _timeline(runs[0]),
         samples=excerpts_of_runs([(r.name, r.samples) for r in runs]) if several else excerpts_of_run(runs[0].samples),
         style=Markup((_PAGE / f"{UPLOT}.css").read_text() + (_PAGE / "style.css").read_text()),
@@ -132,20 +137,16 @@ def _title(runs: Sequence[Recorded]) -> str:
     return " · ".join(names) if len(names) <= 4 else f"{names[0]} and {len(names) - 1} other runs"
 
 
-def _shared(options: Sequence[dict[str, Any]]) -> str:
-    """Return the options that all runs have in common, as YAML with dotted keys."""
-    differing = {key for key, _ in differences(options)}
-    shared = {key: value for key, value in options[0].items() if key not in differing}
-    return yaml.safe_dump(shared, sort_keys=False) if shared else ""
+def _labels(tables: Sequence[dict[str, str]]) -> list[str]:
+    """Return the labels for which any run has a value."""
+    return [label for label in tables[0] if any(table[label] for table in tables)]
 
 
-def _phase_table(runs: Sequence[Recorded]) -> dict[str, Any] | None:
-    """Tabulate median seconds per step: phases as columns, runs as rows."""
-    medians = phase_medians(runs)
-    if not medians:
-        return None
-    rows = [["–" if values[i] is None else number(values[i] or 0.0) for _, values in medians] for i in range(len(runs))]
-    return {"names": [name for name, _ in medians], "rows": rows}
+def _shared(runs: Sequence[Recorded]) -> str:
+    """Return the options that all runs have in common, as YAML with dotted keys; empty for runs of several kinds."""
+    differing = {key for key, _ in differences(runs)}
+    shared = {key: value for key, value in runs[0].options.items() if key not in differing}
+    return yaml.safe_dump(shared, sort_keys=False) if shared and len({run.kind for run in runs}) == 1 else ""
 
 
 def _timeline(run: Recorded) -> dict[str, Any] | None:
@@ -167,5 +168,6 @@ def _notes(groups: Sequence[PlotGroup], binned: bool) -> list[str]:
     return [note for note, applies in notes.items() if applies]
 
 
-def _shown(value: Any) -> str:
-    return "–" if value is None else str(value)
+def _shown(options: dict[str, Any], key: str) -> str:
+    value = options.get(key, "–")
+    return "null" if value is None else str(value)

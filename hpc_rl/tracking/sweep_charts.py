@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from hpc_rl.config.pipeline import ROUND
 from hpc_rl.tracking.charts import Figure, PlotGroup
 from hpc_rl.tracking.plot import Plot, Series
-from hpc_rl.tracking.recorded import STAGE_KEYS, Recorded
+from hpc_rl.tracking.recorded import STAGE, STAGE_KEYS, Recorded
 from hpc_rl.tracking.summary import result_of
 
 RESULTS = (
@@ -24,8 +23,8 @@ _MOST_LINES = 8
 
 
 def is_pipeline(runs: Sequence[Recorded]) -> bool:
-    """Return whether the runs are stages of a pipeline, which are shown in the order in which they ran."""
-    return bool(runs) and all(tuple(run.swept) == STAGE_KEYS for run in runs)
+    """Return whether any of the runs is a stage of a pipeline: they are then shown in the order in which they ran."""
+    return any(tuple(run.swept) == STAGE_KEYS for run in runs)
 
 
 def swept_keys(runs: Sequence[Recorded]) -> list[str]:
@@ -50,7 +49,7 @@ def sweep_plots(runs: Sequence[Recorded]) -> list[PlotGroup]:
     Values are equally spaced in ascending order. Runs that differ in this key only are connected.
     """
     groups = []
-    for key in [ROUND] if is_pipeline(runs) else swept_keys(runs):
+    for key in [key for key in swept_keys(runs) if key != STAGE]:
         values = sorted({run.swept[key] for run in runs if key in run.swept}, key=_order)
         figures = [
             Figure(name, f"against {key}", Plot(lines, x=key, categories=values))

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import cycle
 from pathlib import Path
 
 from hpc_rl.host.files import read_regular, write_atomically
@@ -22,18 +23,29 @@ PHASES = {
     "gen": ("generation", 0),
     "reward": ("rewards", 1),
     "old_log_prob": ("log-probabilities", 2),
-    "ref": ("reference", 2),
-    "teacher": ("teacher", 2),
-    "values": ("values", 2),
-    "check_adapters": ("check of adapters", 5),
-    "adv": ("advantages", 5),
-    "update_critic": ("critic update", 3),
+    "ref": ("reference", 10),
+    "teacher": ("teacher", 14),
+    "values": ("values", 7),
+    "check_adapters": ("check of adapters", 13),
+    "adv": ("advantages", 12),
+    "carry": ("data transfer", 8),
+    "update_critic": ("critic update", 9),
     "update_actor": ("policy update", 3),
     "update_weights": ("weight sync", 4),
+    "data": ("data", 1),
+    "window": ("wait for data", 4),
+    "forward_backward": ("forward and backward", 0),
+    "optimizer": ("optimizer", 2),
     "save_checkpoint": ("save", 5),
+    "write_checkpoint": ("write of the checkpoint", 11),
     "testing": ("validation", 6),
 }
-"""Phase, as in timing_s/PHASE -> its name, and the index of its colour. The order is that of a step."""
+"""Phase, as in timing_s/PHASE -> its name, and the index of its colour. The order is that of a step. Phases of a run
+have different colours."""
+COLOURS = 16
+"""Of areas and lines, as page/style.css and page/script.js have them."""
+OTHER_COLOUR = 15
+"""Of what is in no phase."""
 _MOST_SPANS = 40
 """Of a phase; with more, the shortest gaps between them are closed."""
 _MOST_TICKS = 6
@@ -69,6 +81,14 @@ class Row:
     """Of all its spans."""
     times: str
     """The spans as text, for those who cannot see the bars."""
+
+
+def named(phases: Collection[str]) -> dict[str, tuple[str, int]]:
+    """Return name and colour of each phase of a run. Those that another program measures have colours that are left."""
+    own = {phase: PHASES[phase] for phase in phases if phase in PHASES}
+    free = set(range(COLOURS)) - {OTHER_COLOUR, *(colour for _, colour in own.values())}
+    others = zip(sorted({*phases} - {*own}), cycle(sorted(free)), strict=False)
+    return own | {phase: (phase.replace("_", " "), colour) for phase, colour in others}
 
 
 def new_timeline(step: int, seconds: float, phases: Mapping[str, Sequence[Span]]) -> Timeline:

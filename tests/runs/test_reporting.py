@@ -9,7 +9,7 @@ import pytest
 from hpc_rl.errors import UserError
 from hpc_rl.run_dir import RunDir
 from hpc_rl.runs import reporting
-from hpc_rl.runs.status import statuses_of
+from hpc_rl.runs.status import RunStatus, statuses_of
 from hpc_rl.slurm.accounting import Start
 from hpc_rl.slurm.place import Place
 from hpc_rl.tracking.history import read_history
@@ -85,13 +85,32 @@ def test_leaving_ends_the_reloads(root: Path) -> None:
         raise KeyboardInterrupt
 
     reporting.follow_report(reporting.select(["r"]), run.report, pause)
-    assert "reloads every" not in run.report.read_text() and "at step 5 of 9" in run.report.read_text()
+    assert "reloads every" not in run.report.read_text() and "step 5 of 9" in run.report.read_text()
 
 
 def test_without_accounting_nothing_changes(root: Path) -> None:
     run = end(make_run(root, "r", exit_code=None), "RUNNING", "7")
     run.status.unlink()
     assert reporting.accounted_histories([run], statuses_of([run])) == [read_history(run)]
+
+
+def test_the_page_shows_the_state_that_status_shows(root: Path) -> None:
+    """The job was submitted again and cancelled before it began: its state is not that of the last attempt."""
+    run = end(make_run(root, "r", 5, 9, exit_code=None), "CANCELLED")
+    run.status.write_text(json.dumps({"job_id": "local-1", "attempt": 2, "state": "CANCELLED", "exit_code": None}))
+    reporting.write_report(reporting.select(["r"]), run.report)
+    page = run.report.read_text()
+    assert '<span class="state failed">CANCELLED</span>' in page and '<td class="state failed">KILLED</td>' in page
+
+
+@pytest.mark.parametrize(
+    ("job_id", "state", "shown"),
+    [("7", "TIMEOUT", "TIMEOUT"), ("7", "PENDING", "KILLED"), ("8", "CANCELLED", "KILLED")],
+)
+def test_the_last_attempt_ended_like_its_job(root: Path, job_id: str, state: str, shown: str) -> None:
+    run = make_run(root, "r", exit_code=None)
+    (found,) = reporting.accounted_histories([run], [RunStatus("r", str(run.path), job_id, state)])
+    assert [attempt.state for attempt in found.attempts] == [shown]
 
 
 def test_accounting_is_asked_once_for_all_runs(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:

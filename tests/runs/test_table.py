@@ -57,6 +57,20 @@ def test_all_runs_the_newest_last(root: Path) -> None:
     assert "NOT SUBMITTED" in lines[1]
 
 
+def test_runs_that_were_submitted_together_are_in_the_order_of_their_sweep_or_pipeline(root: Path) -> None:
+    stages = [(number, stage) for number in (1, 2, 10) for stage in ("train", "generate", "evaluate")]
+    names = {"lr": [f"lr_{n}" for n in range(1, 12)], "p": [f"p_{number}-{stage}" for number, stage in stages]}
+    for folder, own in names.items():
+        for name in sorted(own, reverse=True):
+            make_run(root / folder / name, "2025-01-02T00:00:00", "COMPLETED")
+    (root / "lr" / "sweep.json").write_text(json.dumps({"points": [{"optim.lr": str(n)} for n in range(1, 12)]}))
+    listed = [{"round": number, "stage": stage} for number, stage in stages]
+    (root / "p" / "pipeline.json").write_text(json.dumps({"stages": listed}))
+    make_run(root / "one", "2025-01-02T00:00:00", "COMPLETED")
+    assert [row.status.run for row in table.all_runs(root)] == [*names["lr"], "one", *names["p"]]
+    assert [row.status.run for row in table.find_rows("p")[0]] == names["p"]
+
+
 def test_a_sweep_is_a_table_of_its_values(root: Path) -> None:
     make_sweep(root / "lr")
     sweep = find_run_set("lr")

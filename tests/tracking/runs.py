@@ -30,6 +30,19 @@ PPO = {
     "timing_s/gen": 3.0,
     "timing_s/update_actor": 1.5,
 }
+SFT = {
+    "train/loss": 1.2,
+    "val/loss": 1.3,
+    "train/grad_norm": 0.5,
+    "train/lr": 0.0,
+    "perf/tokens_per_s": 9e4,
+    "perf/throughput": 4.5e4,
+    "perf/mfu": 0.2,
+    "perf/time_per_step": 2.0,
+    "perf/max_memory_gb": 40.0,
+    "timing_s/step": 2.0,
+    "timing_s/forward_backward": 1.9,
+}
 
 SPANS = {
     "gen": [[0.0, 8.0], [14.0, 20.0]],

@@ -47,7 +47,7 @@ def test_a_run_without_a_plan(tmp_path: Path, facts: dict[str, Any]) -> None:
 
 def test_the_report_has_both(tmp_path: Path) -> None:
     def shown(facts: dict[str, Any]) -> tuple[str, str]:
-        labels = run_summary(read_run(run_with(tmp_path, facts))).by_label
+        labels = run_summary(read_run(run_with(tmp_path, facts))).speeds
         return labels["Peak memory"], labels["Time per step"]
 
     assert shown({"plan": EXPECTED.as_dict()}) == ("38.7 GB (plan: 39.9 GB)", "2 s (plan: 1.25 to 3.5 s)")

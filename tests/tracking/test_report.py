@@ -14,10 +14,12 @@ import pytest
 from hpc_rl.config.tree import flat
 from hpc_rl.errors import UserError
 from hpc_rl.run_dir import RunDir
+from hpc_rl.tracking.history import History
 from hpc_rl.tracking.plot import MOST_BINS
-from hpc_rl.tracking.recorded import differences, read_run
+from hpc_rl.tracking.recorded import Recorded, differences, read_run
 from hpc_rl.tracking.report import UPLOT, failure_reported, render_page, report_end, write_page
-from tests.tracking.runs import HOSTILE, PPO, make_run
+from hpc_rl.tracking.timeline import COLOURS
+from tests.tracking.runs import HOSTILE, PPO, SFT, make_run
 
 PAGE = Path(__file__).parents[2] / "hpc_rl" / "tracking" / "page"
 STYLE = PAGE / "style.css"
@@ -57,9 +59,9 @@ def test_one_run(tmp_path: Path) -> None:
     # Learning 5, updates 2, speed 3, nodes 4.
     assert page.tags.count("figure") == len(page.plots) == 14 and page.links == [] and page.tags.count("script") == 3
     assert render_page([read_run(RunDir(tmp_path / "ppo-1"))]).startswith("<!doctype html>")
-    for text in ("finished", "20 steps", "4.00 node hours", "0.233 → 0.406", "update actor", "other", "2 + 2?"):
+    for text in ("COMPLETED · step 20 of 20 ·", "4.00 node hours", "0.233 → 0.406", "policy update", "other", "2 + 2?"):
         assert text in page.text, text
-    assert "2 attempts, 1 by requeue" in page.text and "requeued (exit code 75)" in page.text
+    assert "2 attempts, 1 by requeue" in page.text and "REQUEUED (exit code 75)" in page.text
     assert "0: gpu00" in page.text and "actor:\n  optim: {lr: 1.0e-06}" in page.text
 
 
@@ -87,16 +89,16 @@ def test_several_runs(tmp_path: Path) -> None:
     first = make_run(tmp_path, "slow")
     second = make_run(tmp_path, "fast", 7, metrics=other, exit_code=1, config="actor:\n  optim: {lr: 1.0e-05}\n")
     page = page_of(first, second)
-    assert "failed at step 7 of 20" in page.text and "finished" in page.text
+    assert re.search(r"slow.*COMPLETED\s*20 of 20.*fast.*FAILED\s*7 of 20", page.text, re.DOTALL)
     assert re.search(r"actor\.optim\.lr\s*1e-06\s*1e-05", page.text.replace("\n", " "))
     assert re.search(r"trainer\.nnodes\s*2\s*–", page.text)
     assert "slow, step 20" in page.text and "fast, step 20" in page.text and page.text.count("1 attempt") == 2
-    assert re.search(r"slow\s*4\.\d+", page.text.partition("Time per step")[2])
+    assert re.search(r"generation\s*4\.\d+", page.text.partition("Seconds, median")[2])
 
 
 def test_a_run_that_failed_before_its_first_step(tmp_path: Path) -> None:
     page = page_of(make_run(tmp_path, steps=0, exit_code=137))
-    assert "failed · 2.00 node hours" in page.text and "exit code 137" in page.text and "Nodes" in page.text
+    assert "FAILED · 2.00 node hours" in page.text and "exit code 137" in page.text and "Nodes" in page.text
 
 
 def test_a_run_that_has_not_started(tmp_path: Path) -> None:
@@ -119,7 +121,7 @@ def test_a_run_that_fails_has_a_report(tmp_path: Path) -> None:
     run = make_run(tmp_path, steps=7, exit_code=None)
     with pytest.raises(ZeroDivisionError), failure_reported(run):
         raise ZeroDivisionError
-    assert "failed at step 7 of 20" in run.report.read_text()
+    assert re.search(r"FAILED.*step 7 of 20", run.report.read_text())
 
 
 def test_whatever_a_run_says_is_text(tmp_path: Path) -> None:
@@ -176,6 +178,40 @@ def test_options_that_all_runs_share_are_shown_once(tmp_path: Path) -> None:
     assert "Options that all runs share" in page.text and "a: 1" in page.text and "x: all options" not in page.text
 
 
+def test_runs_of_two_kinds(tmp_path: Path) -> None:
+    """Learning is first, and memory last; options of one kind are in its own configuration."""
+    sft = make_run(tmp_path, "sft", metrics=SFT, config="optim: {lr: 1}\ntrainer: {seed: null, nnodes: 2}\n")
+    ppo = make_run(tmp_path, "ppo", metrics=PPO, config="actor: {n: 8}\ntrainer: {seed: 2, nnodes: 2}\n")
+    for run in (sft, ppo):
+        run.job.write_text(json.dumps({"kind": run.name}))
+    page = render_page([read_run(sft), read_run(ppo)])
+    tables = [
+        re.findall(r"<th scope=\"(?:col|row)\"[^>]*>(?:<svg.*?</svg>)?([^<]+)<", one) for one in page.split("<table>")
+    ]
+    learning = ["Training loss", "Validation loss", "Training reward", "Validation reward"]
+    assert tables[1] == ["Run", *learning, "State", "Step", "sft", "ppo"]
+    assert tables[2] == ["Option", "sft", "ppo", "trainer.seed"]
+    (speed,) = [table for table in tables if "Peak memory" in table]
+    assert speed[:2] == ["Run", "Node hours"] and speed[-3:] == ["Peak memory", "sft", "ppo"]
+    (phases,) = [table for table in tables if "Seconds, median" in table]
+    assert phases[3:] == ["generation", "forward and backward", "policy update", "step"]
+    assert re.search(r"trainer\.seed</th>\s*<td class=\"value\">null</td><td class=\"value\">2</td>", page)
+    assert "sft: all options" in page and "Options that all runs share" not in page
+
+
+def test_a_state_has_one_word_and_one_colour(tmp_path: Path) -> None:
+    run = read_run(make_run(tmp_path, attempts=2))
+    last = run.history.attempts[-1]
+    tones = {"COMPLETED": "done", "RUNNING": "", "STOPPED": "", "PENDING": "", "COMPLETING": "", "NOT SUBMITTED": ""}
+    tones |= dict.fromkeys(("FAILED", "CANCELLED", "TIMEOUT", "OUT_OF_MEMORY", "NODE_FAIL", "KILLED"), "failed")
+    for state, tone in tones.items():
+        ended = replace(run, history=History((run.history.attempts[0], replace(last, state=state, exit_code=None))))
+        page = render_page([ended])
+        assert f'<span class="state {tone}">{state}</span>' in page and f'<td class="state {tone}">{state}</td>' in page
+        page = render_page([replace(ended, status="PENDING")])
+        assert '<span class="state ">PENDING</span>' in page and f'<td class="state {tone}">{state}</td>' in page
+
+
 def test_an_active_run_s_page_reloads_itself(tmp_path: Path) -> None:
     run = read_run(make_run(tmp_path, steps=7, exit_code=None))
     live, done = render_page([run], refresh_s=30.0), render_page([run])
@@ -204,7 +240,14 @@ def test_a_page_carries_the_licence_of_the_library_and_the_hash_of_each_script(t
 
 def test_differences_of_configurations() -> None:
     one, two = flat({"a": {"b": 1, "c": [1]}, "d": {}}), flat({"a": {"b": 1, "c": [2]}, "e": None})
-    assert differences([one, two]) == [("a.c", [[1], [2]]), ("d", [{}, None])]
+    runs = [
+        Recorded("r", [], [], History(()), [], "", options, kind=kind) for options, kind in ((one, "x"), (two, "x"))
+    ]
+    assert differences(runs) == [("a.c", [[1], [2]]), ("d", [{}, None])]
+    assert differences([runs[0], replace(runs[1], kind="y")]) == [("a.c", [[1], [2]])]
+    # A kind has an option if one of its runs has it.
+    third = replace(runs[1], kind="y", options={"d": 1})
+    assert differences([*runs, third]) == [("d", [{}, None, 1])]
 
 
 def test_colours_can_be_told_from_what_is_behind_them() -> None:
@@ -214,7 +257,7 @@ def test_colours_can_be_told_from_what_is_behind_them() -> None:
         colours = dict(re.findall(r"--(\w+): (#\w{6})", scheme))
         for name in ("ink", "soft", "good", "bad", "wait"):
             assert min(contrast(colours[name], colours[behind]) for behind in ("page", "card")) >= 4.5, name
-        for name in (f"c{i}" for i in range(8)):
+        for name in (f"c{i}" for i in range(COLOURS)):
             assert contrast(colours[name], colours["card"]) >= 3, name
 
 

@@ -10,10 +10,15 @@ from pathlib import Path
 
 import pytest
 
+from hpc_rl.tracking.planned import Expected
 from hpc_rl.tracking.recorded import read_run
 from hpc_rl.tracking.report import write_page
+from hpc_rl.tracking.summary import RESULTS, SPEEDS
+from hpc_rl.tracking.timeline import PHASES
 from tests.browser import TIMEOUT_S, Browser, missing
-from tests.tracking.runs import HOSTILE, make_run
+from tests.tracking.runs import HOSTILE, PPO, SFT, make_run
+
+EXPECTED = Expected("update", 70.0, 80.0, 61.5, [], step_s=(12.0, 31.0))
 
 
 @pytest.fixture(scope="module")
@@ -138,7 +143,7 @@ def test_values_at_the_cursor_are_shown_in_every_plot(browser: Browser, page: Pa
     assert shown_values(browser, "Memory per node") == ["", ""]  # another x axis
     _, *areas = shown_at_the_last_step(browser, "Time per step")
     values = {name: float(value) for name, value in (line.split(": ") for line in areas)}
-    assert values == pytest.approx({"gen": 3 * WAVE, "update actor": 1.5 * WAVE, "other": 0.5 * WAVE}, rel=1e-2)
+    assert values == pytest.approx({"generation": 3 * WAVE, "policy update": 1.5 * WAVE, "other": 0.5 * WAVE}, rel=1e-2)
     browser.point_at(5, 5)
     assert tip(browser) == [] and shown_values(browser, "Entropy") == [""]
 
@@ -233,6 +238,47 @@ def test_the_names_of_stages_are_on_one_line(browser: Browser, tmp_path: Path) -
         "  return range.getClientRects().length; })"
     )
     assert lines[:4] == [1, 1, 1, 1]
+
+
+def test_no_table_is_wider_than_its_page(browser: Browser, page: Path, tmp_path: Path) -> None:
+    """Of runs with all results and speeds: eight runs of several kinds, a sweep of four options, and a pipeline."""
+    results = [*RESULTS.values(), "generate/score", *SPEEDS.values()]
+    every = {**PPO, **SFT, **dict.fromkeys(results, 0.1234), **{f"timing_s/{phase}": 0.25 for phase in PHASES}}
+    runs = [read_run(make_run(tmp_path, f"sort-qwen2.5-0.5b-{n}-a", metrics=every)) for n in range(8)]
+    runs = [replace(run, expected=EXPECTED, options={"a.b": run.name * 3, "c": "x" * 60}) for run in runs]
+    swept = {"algorithm.advantage": "reinforce++", "actor.optim.lr": "1e-6", "rollout.temperature": "1.0"}
+    sweep = [replace(run, swept={**swept, "model.path": f"/shared/models/{run.name}"}) for run in runs]
+    stages = [replace(run, swept={"round": "1", "stage": f"evaluate-before-{n}"}) for n, run in enumerate(runs)]
+    for name, shown in (("runs", runs), ("sweep", sweep), ("pipeline", stages), ("one", runs[:1])):
+        browser.show(write_page(shown, tmp_path / f"{name}.html"), 1200)
+        tables = browser.value(
+            "[...document.querySelectorAll('details')].forEach((each) => { each.open = true; }) ||"
+            "[...document.querySelectorAll('table')].map((table) => ["
+            "  table.querySelector('th').textContent, table.offsetWidth, table.parentElement.clientWidth,"
+            "  table.parentElement.scrollWidth])"
+        )
+        assert len(tables) >= (6 if len(shown) > 1 else 3), tables
+        assert all(scroll <= room and width <= room for _, width, room, scroll in tables), tables
+
+
+@pytest.mark.parametrize(("value", "height"), [(0.0, 1.0), (3.0, 0.5), (-3.0, 0.5)])
+def test_a_constant_is_not_drawn_around_zero(browser: Browser, tmp_path: Path, value: float, height: float) -> None:
+    """A constant 0 is at the bottom of its plot, and any other one in the middle."""
+    run = read_run(make_run(tmp_path))
+    path = write_page([replace(run, records=[{**each, "actor/ppo_kl": value} for each in run.records])], tmp_path / "p")
+    browser.show(path.rename(path.with_suffix(".html")), 1280, 900)
+    top, bottom, line = browser.value(
+        f"(() => {{ const figure = {figure_of('KL per step')};"
+        "  const [canvas, over] = ['canvas', '.u-over'].map((each) => figure.querySelector(each));"
+        "  const [outer, inner] = [canvas, over].map((each) => each.getBoundingClientRect());"
+        "  const {data, width} = canvas.getContext('2d').getImageData(0, 0, canvas.width, canvas.height);"
+        "  const blue = [];"
+        "  for (let i = 0; i < data.length; i += 4)"
+        "    if (data[i] === 0 && data[i + 1] === 0x68 && data[i + 2] === 0xb5) blue.push(Math.floor(i / 4 / width));"
+        "  const scale = outer.height / canvas.height;"
+        "  return [inner.top - outer.top, inner.bottom - outer.top, scale * blue[Math.floor(blue.length / 2)]]; })()"
+    )
+    assert (line - top) / (bottom - top) == pytest.approx(height, abs=0.03)
 
 
 def test_labels_do_not_overlap(browser: Browser, comparison: Path, sweep: Path) -> None:

@@ -43,7 +43,7 @@ def test_a_result_is_the_mean_of_the_last_tenth() -> None:
 @pytest.mark.parametrize("key", ["eval/score", "generate/score"])
 def test_a_metric_of_all_responses_so_far_has_its_last_value_as_result(key: str) -> None:
     scored = run("s", {"a": "1"}, *[0.0] * 18, 0.6, 0.7, key=key)
-    assert result_of(scored, key) == 0.7 and ("Score", "0.7000") in run_summary(scored).numbers
+    assert result_of(scored, key) == 0.7 and run_summary(scored).results["Score"] == "0.7000"
     better = run("t", {"a": "2"}, 0.8, key=key)
     assert best_first([scored, better]) == [better, scored]
 
@@ -84,6 +84,8 @@ def test_stages_of_a_pipeline_are_in_order_and_against_the_round() -> None:
     page = render_page(stages)
     assert "<h1>pipeline p</h1>" in page and "The best run is first" not in page
     assert page.index("p_1-a</th>") < page.index("p_1-b</th>") < page.index("p_2-a</th>")
+    page = render_page([*stages, run("best", {"lr": "1"}, 0.5)])
+    assert page.index("p_1-a</th>") < page.index("p_1-b</th>") < page.index("p_2-a</th>") < page.index("best</th>")
 
 
 def test_the_page_of_a_sweep() -> None:

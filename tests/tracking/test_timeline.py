@@ -8,7 +8,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hpc_rl.tracking.timeline import PHASES, Row, cells, new_timeline, read_timeline, rows, ticks, write_timeline
+from hpc_rl.tracking.timeline import (
+    COLOURS,
+    OTHER_COLOUR,
+    PHASES,
+    Row,
+    cells,
+    named,
+    new_timeline,
+    read_timeline,
+    rows,
+    ticks,
+    write_timeline,
+)
 
 SECONDS = st.floats(-5, 25)
 
@@ -82,9 +94,22 @@ def test_rows() -> None:
     found = rows(new_timeline(7, 20.0, {"gen": [(0.0, 8.0), (14.0, 20.0)], "update_critic": [(11.6, 13.004)]}))
     assert found == [
         Row("generation", 0, [(0.0, 40.0), (70.0, 30.0)], "14", "0 to 8 s, 14 to 20 s"),
-        Row("critic update", 3, [(58.0, 7.02)], "1.4", "11.6 to 13 s"),
+        Row("critic update", 9, [(58.0, 7.02)], "1.4", "11.6 to 13 s"),
     ]
     assert len({name for name, _ in PHASES.values()}) == len(PHASES)
+
+
+OF_FINETUNE = {"data", "window", "forward_backward", "optimizer"}
+OF_BOTH = {"save_checkpoint", "write_checkpoint", "testing"}
+
+
+@pytest.mark.parametrize("phases", [OF_FINETUNE | OF_BOTH, PHASES.keys() - OF_FINETUNE, {*OF_BOTH, "unpack", "gen_x"}])
+def test_no_two_phases_of_a_run_have_the_same_colour(phases: set[str]) -> None:
+    found = named(phases)
+    colours = [colour for _, colour in found.values()]
+    assert found.keys() == phases and len({*colours, OTHER_COLOUR}) == len(colours) + 1 and max(colours) < COLOURS
+    assert all(found[phase] == PHASES[phase] for phase in phases & PHASES.keys())
+    assert found.get("gen_x", ("gen x", 0))[0] == "gen x"
 
 
 @pytest.mark.parametrize(

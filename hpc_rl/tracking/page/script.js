@@ -2,7 +2,7 @@
 // Draws the plots with uPlot. One state holds for all of them: smoothing, log axis, zoom, hidden runs and the cursor.
 (() => {
   const { xs, plots } = JSON.parse(document.getElementById("data").textContent);
-  const COLOURS = 8;
+  const COLOURS = 16;
   const DASHES = [[], [7, 3], [2, 2.5], [9, 3, 2, 3], [14, 3, 2, 3, 2, 3], [4, 2], [1, 3], [12, 4]];
   const MOST_ROWS = 10; // of a tip
   const MOST_FAINT = 4; // with more lines, smoothing hides the values that it smooths
@@ -137,7 +137,8 @@
         return [min / room, max * room];
       }
       if (plot.zero && min >= 0) return [0, max > 0 ? max * 1.06 : 1];
-      const room = (max - min) * 0.06 || Math.abs(max) / 2 || 1;
+      if (min === 0 && max === 0) return [0, 1];
+      const room = (max - min) * 0.06 || Math.abs(max) / 2;
       return [min - room, max + room];
     };
   }
@@ -294,7 +295,7 @@
     const values = plot.series.flatMap((series) => xs[series.x]);
     const room = plot.categories.length ? 0.4 : 0;
     let extent = [Math.min(...values) - room, Math.max(...values) + room];
-    if (extent[0] === extent[1]) extent = [extent[0] - 1, extent[1] + 1];
+    if (extent[0] === extent[1]) extent = [Math.max(0, extent[0] - 1), extent[1] + 1];
     const group = groups.get(plot.x) ?? { extent, members: [] };
     group.extent = [Math.min(group.extent[0], extent[0]), Math.max(group.extent[1], extent[1])];
     group.range = group.extent;
