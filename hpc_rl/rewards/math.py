@@ -32,8 +32,8 @@ for _name in ("math_verify.parser", "math_verify.grader"):
 def score(response: str, answer: object) -> float:
     """Compare response and answer, which is LaTeX or a number, with or without $ or \\boxed around it.
 
-    If only one of the two is a percentage, 50% equals both 50, as in common data sets, and 0.5. Other percent signs in the
-    text have no effect.
+    If only one of the two is a percentage, 50% equals both 50, as in common data sets, and 0.5. Other percent signs
+    have no effect.
     """
     text = required_text(answer)
     found = response[max(response.rfind(_BOXED), 0) :]
