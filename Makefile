@@ -7,6 +7,7 @@
 # make test-faults  faults injected into jobs on real nodes, and a table of what they did
 # make test-security   attacks of one ordinary user on the commands, jobs and files of another, at most 15 minutes (root)
 # make test-pipelines   the shipped pipelines for three rounds on real nodes, with a cancelled job in each stage
+# make test-versions   the tests without Slurm with other versions of Python and torch (several gigabytes each)
 # make test-slurm-new   the tests that depend on Slurm's version most, on two newer versions of Slurm (about 1.2 GB)
 # make test-vllm-api   vLLM's API in the oldest and newest wheel for GPUs that setup.cfg admits (downloads 700 MB; no GPU)
 # make test-sglang-api   SGLang's HTTP API in its newest wheel, which is downloaded (40 MB; no GPU)
@@ -27,7 +28,7 @@ export WANDB_MODE ?= offline
 # Hundreds of processes start, and each would compile its modules again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo demo-pipeline demo-tools test test-long test-large test-faults test-security test-pipelines test-lowest test-slurm-new test-vllm-api test-sglang-api test-peft test-qlora test-torchao test-liger test-gpu lint bench bench-scale docs clean
+.PHONY: demo demo-pipeline demo-tools test test-long test-large test-faults test-security test-pipelines test-versions test-slurm-new test-vllm-api test-sglang-api test-peft test-qlora test-torchao test-liger test-gpu lint bench bench-scale docs clean
 
 demo: .venv/train
 	$(BIN)/python -m tests.demo
@@ -72,12 +73,10 @@ lint: .venv/test
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
-# The lowest versions that setup.cfg admits. Where pip has no small build of that torch, this is several gigabytes.
-test-lowest:
-	$(PYTHON) -m venv .venv-lowest
-	.venv-lowest/bin/pip install --quiet torch==2.11.0
-	.venv-lowest/bin/pip install --quiet --editable '.[train]' pytest pytest-timeout hypothesis --constraint tests/lowest.txt
-	.venv-lowest/bin/python -m pytest --ignore tests/e2e --ignore tests/sandbox
+# The versions of tests/versions.txt, which begin with the lowest that setup.cfg admits: several gigabytes each.
+# make test-versions ROWS="3.12-2.14.1" TESTS="tests/finetune"   a part of the rows, and of the tests
+test-versions:
+	.ci/test-versions $(ROWS)
 
 # SLURM_TREES: the root directories of a Debian 13 (Slurm 24.11) and a Debian sid (26.05) are in it, or are made there.
 SLURM_TREES ?= $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/hpc-rl
@@ -181,7 +180,7 @@ docs: .venv-docs
 	touch $@
 
 clean:
-	rm -rf .venv .venv-lowest .venv-docs .venv-gpu build/docs demo
+	rm -rf .venv .venv-docs .venv-gpu build/docs build/versions demo
 
 # torch comes first: what depends on it is then content with this build. Compiling every module to bytecode would take
 # most of the time; the first import compiles what is used, unless the environment forbids it.

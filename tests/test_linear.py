@@ -20,7 +20,9 @@ from typing import Any
 
 import pytest
 
+from hpc_rl.data.assistant_text import find_spans
 from hpc_rl.data.formats import read_rows
+from hpc_rl.data.turn_ends import End, Ends
 from hpc_rl.doctor import diagnosis, training
 from hpc_rl.environments import tool_calls
 from hpc_rl.errors import UserError
@@ -228,6 +230,18 @@ def of_text(read: Callable[[str], object]) -> Callable[[str, Path], object]:
     return lambda text, _folder: read(text)
 
 
+def rewritten(messages: list[dict[str, Any]], generation_prompt: bool) -> str:
+    """Render a chat as templates do that remove the thinking of earlier turns."""
+    contents = [message["content"].rpartition("</think>")[2] for message in messages[:-1]] + [messages[-1]["content"]]
+    turns = [f"<{message['role']}>{text}<end>" for message, text in zip(messages, contents, strict=True)]
+    return "".join(turns) + ("<assistant>" if generation_prompt else "")
+
+
+def spans_of(text: str) -> list[tuple[int, int]]:
+    asked, said = {"role": "user", "content": "?"}, {"role": "assistant", "content": f"<think>{text}</think>{text}"}
+    return find_spans(rewritten, [asked, said, asked, said], Ends(End("<end>"), None), "").spans
+
+
 COMMON = (("", "a"), ("", " "), ("", "\n"), ("", "\n "), ("", "{"), ("", "9,"))
 LOGS = (
     *(("", unit) for unit in ("hpc-rl: a\n", "hpc-rl: a\n    b\n", "\t", "Traceback", "KeyError: a\n", "(a pid=1) ")),
@@ -320,6 +334,7 @@ FUNCTIONS: dict[str, tuple[Callable[[str, Path], object], tuple[tuple[str, str],
         of_text(cluster.read_controllers),
         (("", "Slurmctld("), ("", "Slurmctld(a) at "), ("Slurmctld(\n", "a")),
     ),
+    "turns of a chat": (of_text(spans_of), (("", "ab"), ("", "<end>"), ("", "</think>"), ("b", "a"))),
     "rows, lines": (
         of_file("a.jsonl", lambda path: list(read_rows(path))),
         (("", '{"a":1}\n'), ("{", '"a":1,'), ("", "[")),

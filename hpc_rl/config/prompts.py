@@ -38,6 +38,11 @@ class PromptConfig(Section):
     """Longest response, in tokens. In a conversation, all tokens after the prompt."""
 
     @property
+    def columns(self) -> list[str]:
+        """The columns that are read."""
+        return [self.prompt_key, *([] if self.answer_key is None else [self.answer_key])]
+
+    @property
     def longest(self) -> int:
         """The largest number of tokens of a prompt with its response, which cannot be split among micro-batches."""
         return self.max_prompt_length + self.max_response_length

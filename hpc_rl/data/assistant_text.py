@@ -9,11 +9,12 @@ they are the last one, so that its tokens are those of the template for every co
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+from hpc_rl.data.messages import REASONING
 from hpc_rl.data.template import marks_generation, render_marked, render_plainly
 from hpc_rl.data.turn_ends import End, Ends, TextOf, common_length, find_ends
 from hpc_rl.errors import UserError
@@ -173,7 +174,8 @@ def _replaced(message: dict[str, Any], keep_calls: bool = False) -> dict[str, An
 def _with_thinking(text: str, before: str, message: dict[str, Any], ends: Sequence[End]) -> str:
     """Return a conversation with the thinking of its last turn behind the generation prompt, if that opens it, but the
     template removes it from the turn, or opens it twice."""
-    content, reason = message.get("content"), message.get("reasoning_content")
+    content = message.get("content")
+    reason = next((message[name] for name in REASONING if message.get(name)), None)
     if isinstance(content, str) and isinstance(reason, str) and "</think>" not in content:
         content = f"{reason.strip()}\n</think>\n\n{content}"
     end = next((end for end in ends if text.endswith(end.token + end.rest)), None)
@@ -248,11 +250,30 @@ def _end_in(later: str, replaced: str, turn: _Turn, where: str) -> int:
     end = max(same, end)
     tokens = [turn.end.token, *filter(None, [turn.end.inner])] if turn.end and not turn.end.follows else [""]
     # Behind the content is what else the model wrote: calls of tools, and what precedes the token that ends the turn.
-    for rest in (turn.body[cut:] for cut in range(len(turn.body) + 1)):
+    for length in _overlaps(turn.body, later[end:]):
         for token in tokens:
-            if later.startswith(rest + token, end):
-                return end + len(rest + token)
+            if later.startswith(token, end + length):
+                return end + length + len(token)
     return end
+
+
+def _overlaps(one: str, other: str) -> Iterator[int]:
+    """Yield the numbers of characters with which one text ends and another begins, the largest first.
+
+    The time grows as the length (Knuth, Morris, Pratt 1977, "Fast Pattern Matching in Strings").
+    """
+    texts = [*other[: len(one)], None, *one]  # no overlap goes beyond None
+    shorter = [0] * len(texts)  # of each beginning: the longest of its ends that it begins with
+    for index in range(1, len(texts)):
+        length = shorter[index - 1]
+        while length and texts[index] != texts[length]:
+            length = shorter[length - 1]
+        shorter[index] = length + (texts[index] == texts[length])
+    length = shorter[-1]
+    while length:
+        yield length
+        length = shorter[length - 1]
+    yield 0
 
 
 def _with_following_ends(

@@ -24,7 +24,7 @@ from hpc_rl.config.training import ModelConfig
 from hpc_rl.data import template
 from hpc_rl.data.assistant_text import find_spans, remarks
 from hpc_rl.data.formats import Row
-from hpc_rl.data.messages import READ_KEYS, TRAIN, Message, extras, fields_without_effect
+from hpc_rl.data.messages import READ_KEYS, TRAIN, Message, extras, fields_without_effect, without_effect
 from hpc_rl.data.preference_rows import PairRow, to_preference
 from hpc_rl.data.row_checks import AnyData, check_row
 from hpc_rl.data.rows import to_messages, to_prompt, unlearned
@@ -301,7 +301,7 @@ def _variables(row: Row, where: str, folder: Path) -> dict[str, Any]:
 
 
 def _unused_plainly(file: str, data: AnyData, folder: Path) -> dict[str, int]:
-    """Count the fields that the chat template does not render, without transformers."""
+    """Count the fields and columns without effect on the text, without transformers."""
     source, found = _template(data, folder), Counter[str]()
     forms = forms_of(source)
     for row, where in islice(all_rows([file], "train"), _MOST_ROWS):
@@ -312,6 +312,7 @@ def _unused_plainly(file: str, data: AnyData, folder: Path) -> dict[str, int]:
 
         for messages in _chats(row, data, where):
             found.update(unused(None, messages, variables["tools"] or (), text_of, where))
+        found.update(without_effect(row, data.columns))
     return found
 
 

@@ -31,6 +31,8 @@ _REFUSED = {
 _ROLES = {"function": "tool"}
 CONVERT = "convert them with hpc-rl data convert FILE --output NEW.jsonl"
 
+REASONING = ("reasoning_content", "reasoning", "thinking")
+"""Names of what a turn of the assistant thinks before its answer."""
 SYSTEM_KEY = "system"
 _TOOLS_KEYS = ("tools", "functions")
 _THINKING_KEY = "enable_thinking"
@@ -100,7 +102,12 @@ def extras(row: Row, where: str) -> Extras:
     if thinking not in (None, "", True, False):
         raise UserError(f"{where}: column {_THINKING_KEY!r} has {kind_of(thinking)}; true or false is needed")
     if thinking in (True, False):
-        variables = {_THINKING_KEY: bool(thinking), **variables}
+        if variables.get(_THINKING_KEY, thinking) != thinking:
+            raise UserError(
+                f"{where}: the column {_THINKING_KEY!r} has {bool(thinking)}, and {_VARIABLES_KEY!r} has "
+                f"{variables[_THINKING_KEY]!r}; remove one of them"
+            )
+        variables = {**variables, _THINKING_KEY: bool(thinking)}
     return Extras([tool for key in _TOOLS_KEYS for tool in _tools(row.get(key), key, where)], dict(variables))
 
 
@@ -120,16 +127,26 @@ def fields_without_effect(unused: Mapping[str, int]) -> list[str]:
     return [f"fields without effect: {found}"] if found else []
 
 
-def with_system(messages: list[Message], row: Row, keys: Sequence[str | None]) -> list[Message]:
+def with_system(messages: list[Message], row: Row, keys: Sequence[str | None], where: str) -> list[Message]:
     """Return a chat with the text of the column `system` as its system message, if it has none.
 
     Args:
         keys: the columns that options name; `system` may be one of them.
+
+    Raises:
+        UserError: the chat has a system message with another text.
     """
-    text = row.get(SYSTEM_KEY)
-    if not isinstance(text, str) or not text or SYSTEM_KEY in keys or messages[0]["role"] in ("system", "developer"):
+    text, first = row.get(SYSTEM_KEY), messages[0]
+    if not isinstance(text, str) or not text or SYSTEM_KEY in keys:
         return messages
-    return [{"role": "system", "content": text}, *messages]
+    if first["role"] not in ("system", "developer"):
+        return [{"role": "system", "content": text}, *messages]
+    if (first["content"] or "").strip() != text.strip():
+        raise UserError(
+            f"{where}: the column {SYSTEM_KEY!r} and the {first['role']} message of the chat have different texts, and "
+            "a chat has one: remove the column or the message"
+        )
+    return messages
 
 
 def from_json(value: Any) -> Any:

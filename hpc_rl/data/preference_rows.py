@@ -149,7 +149,7 @@ def _whole_chat(
         )
     # A chat that begins with another role has the prompt in it, whatever the column of the prompt repeats.
     chat = answer if answer[0]["role"] != "assistant" else [*_prompt(row, data, where), *answer]
-    return with_system(chat, row, data.columns)
+    return with_system(chat, row, data.columns, where)
 
 
 def _prompt(row: Row, data: PreferenceDataConfig, where: str) -> list[Message]:

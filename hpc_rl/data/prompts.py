@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from hpc_rl.config.prompts import PromptConfig
 from hpc_rl.data.chat import as_text, chat_template
 from hpc_rl.data.formats import Row
-from hpc_rl.data.messages import Chat, Extras, extras, fields_without_effect
+from hpc_rl.data.messages import Chat, Extras, extras, fields_without_effect, without_effect
 from hpc_rl.data.rows import to_prompt, unlearned
 from hpc_rl.data.sft_dataset import unused_of
 from hpc_rl.data.sources import BLOCK_ROWS, chunks
@@ -48,7 +48,7 @@ class PromptCounts:
     dropped: int = 0
     """Prompts left out because they are longer than data.max_prompt_length."""
     unused: dict[str, int] = field(default_factory=dict)
-    """Fields that the chat template does not render, with their numbers."""
+    """Fields and columns without effect on the prompts, with their numbers."""
     shortest: int = field(default=0, compare=False)
     """Tokens of the shortest prompt, before any truncation."""
 
@@ -101,8 +101,11 @@ def prompt_tokenizer(
                 as_text(tokenizer, template, messages, where, True, added.tools, added.variables)
                 for messages, where, added in chats
             ]
-            for chat, text in zip(chats, texts, strict=True):
-                counts.unused = dict(Counter(counts.unused) + Counter(unused_of(tokenizer, template, chat, text)))
+            unused = Counter(counts.unused)
+            for chat, text, (row, _) in zip(chats, texts, chunk, strict=True):
+                unused.update(unused_of(tokenizer, template, chat, text))
+                unused.update(without_effect(row, data.columns))
+            counts.unused = dict(unused)
             encoded = tokenizer(texts, add_special_tokens=False)["input_ids"]
             for (row, where), (_, answer), text, ids in zip(chunk, asked, texts, encoded, strict=True):
                 if not ids:

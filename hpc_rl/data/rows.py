@@ -47,7 +47,7 @@ def to_messages(row: Row, data: DataConfig, where: str) -> list[Message]:
                 f"response; if it is a whole chat, set data.messages_key={data.response_key} instead"
             )
         messages = [*unlearned(as_turns(prompt, "user", data.prompt_key, where)), *answer]
-        return with_system(messages, row, (data.prompt_key, data.response_key))
+        return with_system(messages, row, (data.prompt_key, data.response_key), where)
     if data.messages_key not in row and shape_of(row) is None and (pair := pair_columns(row)):
         better = f"data.messages_key={pair[0]}"
         if not _looks_like_chat(row[pair[0]]):
@@ -63,7 +63,7 @@ def to_messages(row: Row, data: DataConfig, where: str) -> list[Message]:
     if not any(message["role"] == "assistant" for message in messages):
         roles = ", ".join(message["role"] for message in messages) or "none"
         raise UserError(f"{where}: no assistant turn to learn from (roles: {roles}); add one or remove the row")
-    return with_system(messages, row, (data.messages_key,))
+    return with_system(messages, row, (data.messages_key,), where)
 
 
 def as_turns(value: Any, role: str, key: str, where: str) -> list[Message]:
@@ -110,7 +110,7 @@ def to_prompt(row: Row, data: PromptConfig, where: str) -> tuple[list[Message], 
         messages.pop()
     if not messages:
         raise UserError(f"{where}: column {data.prompt_key!r} has only an assistant turn, so there is no prompt")
-    messages = with_system(messages, row, (data.prompt_key, data.answer_key))
+    messages = with_system(messages, row, data.columns, where)
     if data.answer_key is None:
         return messages, None
     suggestion = known_column(row, RESPONSE_COLUMNS)

@@ -17,6 +17,7 @@ from typing import NamedTuple
 
 from hpc_rl.data.formats import Row, read_rows
 from hpc_rl.data.messages import READ_KEYS, Message
+from hpc_rl.data.rows import unlearned
 from hpc_rl.errors import UserError
 from hpc_rl.host.counted import counted
 from hpc_rl.host.files import write_jsonl
@@ -196,12 +197,12 @@ def above(threshold: float) -> Callable[[Sequence[Row], Counts], list[Row]]:
 
 
 def as_chat_row(row: Row) -> Row:
-    """Return prompt and response of a row as a chat for supervised fine-tuning, with the score."""
-    if "conversation" in row:
-        return {"messages": row["conversation"], "score": row["score"], **_for_template(row)}
+    """Return prompt and response of a row as a chat for supervised fine-tuning, with the score. Turns of the assistant
+    in the prompt are not learned, because the model did not write them."""
     prompt: str | list[Message] = row["prompt"]
     asked = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-    messages = [*asked, {"role": "assistant", "content": row["response"]}]
+    told = row.get("conversation", [*asked, {"role": "assistant", "content": row["response"]}])
+    messages = [*unlearned(told[: len(asked)]), *told[len(asked) :]]
     return {"messages": messages, "score": row["score"], **_for_template(row)}
 
 

@@ -15,11 +15,10 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
-from hpc_rl.data.messages import TRAIN, Message
+from hpc_rl.data.messages import REASONING, TRAIN, Message
 from hpc_rl.data.template import render_plainly
 from hpc_rl.errors import UserError
 
-REASONING = ("reasoning_content", "reasoning", "thinking")
 _SHORT = 8
 """Text of fewer characters may be in a chat by chance."""
 _NAME, _KEY, _VALUE = "probe_name", "probe_key", "probe_value"
@@ -126,8 +125,12 @@ def unused(
     Raises:
         UserError: a turn to learn has nothing that the template renders.
     """
-    full = text_of(list(messages), list(tools))
-    shown = full if text is None else text
+
+    @lru_cache(maxsize=1)
+    def rendered() -> str:
+        return text_of(list(messages), list(tools))
+
+    shown = rendered() if text is None else text
 
     def is_lost(index: int, name: str) -> bool:
         message = messages[index]
@@ -135,7 +138,7 @@ def unused(
             return False
         rest = {key: part for key, part in message.items() if key != name}
         without = {**rest, "content": ""} if name == "content" else rest
-        return _renders(text_of, [*messages[:index], without, *messages[index + 1 :]], tools, full)
+        return _renders(text_of, [*messages[:index], without, *messages[index + 1 :]], tools, rendered())
 
     found: dict[str, int] = {}
     for index, message in enumerate(messages):
@@ -149,7 +152,7 @@ def unused(
                 "empty turn would be learned; use a template that renders it (data.chat_template), or remove the turn"
             )
     names = [str(tool["function"].get("name")) for tool in tools]
-    if not all(name in shown for name in names) and _renders(text_of, list(messages), [], full):
+    if not all(name in shown for name in names) and _renders(text_of, list(messages), [], rendered()):
         found["tools"] = 1
     return found
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import re
+from collections.abc import Callable
 from functools import lru_cache
 from typing import Any
 
@@ -18,6 +19,8 @@ from hpc_rl.rewards.number import required_text
 
 _BOXED = "\\boxed"
 _PERCENT = re.compile(r"\\?%")
+_OF_PERCENT = re.compile(r"[0-9](?=\.?[\s$})*]*\\?%)")
+"""The last digit before a percent sign."""
 MEMORY_BYTES = 1 << 30
 """What a comparison may need; usual ones need less than a hundredth."""
 
@@ -29,7 +32,8 @@ for _name in ("math_verify.parser", "math_verify.grader"):
 def score(response: str, answer: object) -> float:
     """Compare response and answer, which is LaTeX or a number, with or without $ or \\boxed around it.
 
-    If only one of the two is a percentage, 50% equals both 50, as in common data sets, and 0.5.
+    If only one of the two is a percentage, 50% equals both 50, as in common data sets, and 0.5. Other percent signs
+    have no effect.
     """
     text = required_text(answer)
     found = response[max(response.rfind(_BOXED), 0) :]
@@ -38,12 +42,32 @@ def score(response: str, answer: object) -> float:
 
 
 def _compare(text: str, found: str) -> float:
-    parsed = parse(_PERCENT.sub("", found), parsing_timeout=None)
-    references = [_reference(text)]
-    percentages = [_PERCENT.search(one) is not None for one in (text, found)]
-    if percentages in ([True, False], [False, True]):
-        references.append(_reference(text, "{}/100" if percentages[0] else "100*({})"))
-    return float(any(verify(expected, parsed, timeout_seconds=None) for expected in references))
+    expected, given = _reference(text), _parsed(found)
+    pairs = [(expected, given)]
+    percentages = (_is_percentage(text, _reference), _is_percentage(found, _parsed))
+    if percentages == (True, False):
+        pairs.append((_hundredth(expected), given))
+    elif percentages == (False, True):
+        pairs.append((expected, _hundredth(given)))
+    return float(any(verify(one, other, timeout_seconds=None) for one, other in pairs))
+
+
+def _parsed(text: str) -> list[Any]:
+    """Return what math-verify reads in a text: the answer as an expression and as text."""
+    parsed: list[Any] = parse(_PERCENT.sub("", text), parsing_timeout=None)
+    return parsed
+
+
+def _hundredth(parsed: list[Any]) -> list[Any]:
+    """Return a hundredth of an answer, without a name before it and marks of Markdown around it."""
+    answer = str(parsed[-1]).rpartition("=")[2].strip("* ") if parsed else ""
+    return _parsed(f"{_BOXED}{{({answer})/100}}") if answer else []
+
+
+def _is_percentage(text: str, read: Callable[[str], list[Any]]) -> bool:
+    """Return whether the answer is before a percent sign: it is another one if the numbers there are."""
+    other = _OF_PERCENT.sub(lambda digit: "3" if digit[0] == "7" else "7", text)
+    return other != text and read(other) != read(text)
 
 
 def extract(response: str) -> str | None:
@@ -58,19 +82,12 @@ def extract(response: str) -> str | None:
     return None
 
 
-def _bare(text: str) -> str:
-    """Return an answer without the marks around it."""
-    return extract(text) or text.replace("$", "")
-
-
 @lru_cache(maxsize=4096)
-def _reference(answer: str, form: str = "{}") -> list[Any]:
-    """Return what a reference answer means, or a form of it."""
+def _reference(answer: str) -> list[Any]:
+    """Return what a reference answer means."""
     text = _PERCENT.sub("", answer).replace("\\$", "").strip()
     has_marks = text.count("$") > 1 or _BOXED in text
-    if form != "{}":
-        text, has_marks = form.format(_bare(text)), False
-    expected: list[Any] = parse(text if has_marks else f"{_BOXED}{{{text.replace('$', '')}}}", parsing_timeout=None)
+    expected = _parsed(text if has_marks else f"{_BOXED}{{{text.replace('$', '')}}}")
     if not expected:
         raise ValueError(f"the reference answer {answer[:40]!r} is not readable as mathematics")
     return expected

@@ -14,13 +14,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer
 from transformers import PreTrainedTokenizerFast
 
 from hpc_rl.config.preferences import PreferenceDataConfig
 from hpc_rl.config.prompts import PromptDataConfig
 from hpc_rl.config.sft import DataConfig
-from hpc_rl.data.assistant_text import remarks
+from hpc_rl.data.assistant_text import _overlaps, remarks
 from hpc_rl.data.chat import as_text, as_trained, ending_token_ids, render, template_remarks, turn_ends
 from hpc_rl.data.messages import Chat
 from hpc_rl.data.pairs import preference_tokenizer
@@ -215,6 +217,12 @@ def test_the_stored_tokens(name: str, trained: Tokenizer) -> None:
         assert tokenizer.apply_chat_template(messages, tokenize=False) == tokenizer_of(
             family, trained
         ).apply_chat_template(messages, tokenize=False)
+
+
+@given(st.text("ab\0"), st.text("ab\0"))
+def test_overlaps(one: str, other: str) -> None:
+    expected = [number for number in range(len(other), -1, -1) if one.endswith(other[:number])]
+    assert list(_overlaps(one, other)) == expected
 
 
 def test_the_page_shows_the_table() -> None:

@@ -146,6 +146,10 @@ def test_columns_for_the_template(row: dict[str, Any], expected: Extras) -> None
         ({"tools": [{"parameters": {}}]}, "an object as a tool"),
         ({"chat_template_kwargs": [1]}, "'chat_template_kwargs' has a list"),
         ({"enable_thinking": "false"}, "'enable_thinking' has text; true or false is needed"),
+        (
+            {"enable_thinking": True, "chat_template_kwargs": {"enable_thinking": False}},
+            "the column 'enable_thinking' has True, and 'chat_template_kwargs' has False; remove one",
+        ),
         *(({name: ["x"]}, f"column '{name}' has data, and only text") for name in ("images", "videos", "audio")),
     ],
 )
@@ -156,7 +160,7 @@ def test_columns_that_cannot_be_used(row: dict[str, Any], part: str) -> None:
 def test_a_system_column_begins_a_chat_without_one() -> None:
     system, own = {"role": "system", "content": "S"}, {"role": "system", "content": "own"}
     assert to_messages({"messages": [ASKED, SAID], "system": "S"}, DATA, "") == [system, ASKED, SAID]
-    assert to_messages({"messages": [own, ASKED, SAID], "system": "S"}, DATA, "") == [own, ASKED, SAID]
+    assert to_messages({"messages": [own, ASKED, SAID], "system": " own\n"}, DATA, "") == [own, ASKED, SAID]
     for nothing in ("", None, 3):
         assert to_messages({"messages": [ASKED, SAID], "system": nothing}, DATA, "") == [ASKED, SAID]
     prompts = PromptDataConfig(train_files=["x.jsonl"], answer_key=None)
@@ -166,6 +170,23 @@ def test_a_system_column_begins_a_chat_without_one() -> None:
     dpo: Any = compose("dpo", ["model.path=m", "data.train_files=a"])
     pair = to_pair({"prompt": "?", "chosen": "!", "rejected": "x", "system": "S"}, dpo.data, "")
     assert (pair.chosen, pair.common) == ([system, ASKED, SAID], 2)
+
+
+@pytest.mark.parametrize("role", ["system", "developer"])
+def test_a_system_column_beside_another_system_message_is_refused(role: str) -> None:
+    asked = [{"role": role, "content": "own"}, ASKED]
+    prompts = PromptDataConfig(train_files=["x.jsonl"], answer_key=None)
+    dpo: Any = compose("dpo", ["model.path=m", "data.train_files=a"])
+    turns = DataConfig(train_files=["x.jsonl"], prompt_key="prompt", response_key="completion")
+    for read, row, data in (
+        (to_messages, {"messages": [*asked, SAID]}, DATA),
+        (to_messages, {"prompt": asked, "completion": "!"}, turns),
+        (to_prompt, {"messages": asked}, prompts),
+        (to_pair, {"prompt": asked, "chosen": "!", "rejected": "x"}, dpo.data),
+    ):
+        text = refusal_of(read, {**row, "system": "S"}, data, "f, row 1")
+        assert f"the column 'system' and the {role} message of the chat have different texts" in text
+        assert read(row, data, "f, row 1")
 
 
 def test_a_system_column_without_text_has_no_effect() -> None:

@@ -69,6 +69,18 @@ def test_rows_keep_what_the_prompt_was_rendered_with(tmp_path: Path) -> None:
         assert {name: found[name] for name in own} == own and not found.keys() & {"functions", "other"}
 
 
+@pytest.mark.parametrize("method", ["best-of-n", "threshold"])
+def test_earlier_turns_of_the_prompt_are_not_learned(tmp_path: Path, method: str) -> None:
+    asked, earlier = {"role": "user", "content": "q"}, {"role": "assistant", "content": "earlier"}
+    rows = [{**row, "prompt": [asked, earlier, asked]} for row in rows_of([[0.0, 1.0]])]
+    kept = [asked, {**earlier, "train": False}, asked]
+    said = {"role": "assistant", "content": "r0-1"}
+    assert run(tmp_path, rows, method, 1.0)[0] == [{"messages": [*kept, said], "score": 1.0}]
+    told = [said, {"role": "tool", "content": "3"}, said]
+    rows = [{**row, "conversation": [asked, earlier, asked, *told]} for row in rows]
+    assert run(tmp_path, rows, method, 1.0)[0] == [{"messages": [*kept, *told], "score": 1.0}]
+
+
 def test_conversations_stay_whole(tmp_path: Path) -> None:
     asked = {"role": "user", "content": "1 + 2?"}
     told = [[asked, {"role": "assistant", "content": text}, {"role": "tool", "content": "3"}] for text in "ab"]

@@ -14,7 +14,7 @@ from hpc_rl.data.chat import as_text
 from hpc_rl.data.pairs import preference_tokenizer
 from hpc_rl.data.prompts import prompt_tokenizer
 from hpc_rl.data.sft_dataset import chat_tokenizer
-from hpc_rl.data.template_forms import Forms, forms_of
+from hpc_rl.data.template_forms import Forms, forms_of, unused
 from hpc_rl.errors import UserError
 from tests.data.conftest import CHATML, MARKED
 
@@ -131,6 +131,13 @@ def test_fields_that_a_template_renders_are_not_counted(tokenizer: PreTrainedTok
     assert (learned, unused) == ("<think>Hm.</think>It is sunny.<|im_end|>", {})
 
 
+@pytest.mark.parametrize("name", ["reasoning_content", "reasoning", "thinking"])
+def test_thinking_behind_the_generation_prompt_has_any_name(tokenizer: PreTrainedTokenizerFast, name: str) -> None:
+    tokenizer.chat_template = chatml("{{ m.content }}") + "{% if add_generation_prompt %}<think>\n{% endif %}"
+    _, learned, unused = text_of(tokenizer, {"messages": [ASKED, {**SAID, name: "The sky is blue."}]})
+    assert (learned, unused) == ("The sky is blue.\n</think>\n\nIt is sunny.<|im_end|>", {})
+
+
 @pytest.mark.parametrize(
     ("turn", "what"),
     [
@@ -207,6 +214,29 @@ def test_prompts_have_tools_variables_and_counts(tokenizer: PreTrainedTokenizerF
         with pytest.raises(UserError, match=r"f, row 1: the row has tools or variables .* an environment"):
             prompt_tokenizer(data, tokenizer, tools)([(mine, "f, row 1")])
     assert '"look_up"' in prompt_tokenizer(data, tokenizer, [TOOL])([(plain, "")])[0][0].text
+
+
+@pytest.mark.parametrize("answer_key", ["answer", "input"])
+def test_columns_of_prompts_without_effect_are_counted(tokenizer: PreTrainedTokenizerFast, answer_key: str) -> None:
+    tokenizer.chat_template = CHATML
+    data = PromptDataConfig(train_files=["x"], answer_key=answer_key)
+    row = {"messages": "What?", "answer": "5", "input": "1 2", "history": [["a", "b"]], "system": ["S"], "other": 1}
+    counts = prompt_tokenizer(data, tokenizer)([(row, "f, row 1"), ({**row, "history": []}, "f, row 2")])[1]
+    expected = {"input": 2, "history": 1, "system": 2}
+    assert counts.unused == {name: number for name, number in expected.items() if name != answer_key}
+
+
+def test_a_chat_is_rendered_again_only_if_a_field_is_not_in_its_text() -> None:
+    rendered = []
+
+    def text_of(messages: list[Any], _tools: list[Any]) -> str:
+        rendered.append(messages)
+        return "What? It is sunny."
+
+    assert unused("What? It is sunny.", [ASKED, SAID], [], text_of, "") == {} and not rendered
+    row = [{**ASKED, "name": "Ann", "id": "1"}, SAID]
+    assert unused("What? It is sunny.", row, [], text_of, "") == {"name": 1, "id": 1}
+    assert [len(messages[0]) for messages in rendered] == [4, 3, 3]  # the chat once, and without each of the fields
 
 
 def test_environments_render_the_same_forms(tokenizer: PreTrainedTokenizerFast) -> None:

@@ -164,6 +164,38 @@ def test_math_with_percentages(answer: object) -> None:
     assert maths.score(r"So it is \boxed{0.5}.", answer) == (0 if answer in ("50", ["50"], 50.0) else 1)
 
 
+@pytest.mark.parametrize(
+    ("response", "answer", "score"),
+    [
+        ("A rise of 20%, so the answer is 42", "0.42", 0),
+        ("A rise of 20%, so the answer is 42", "42", 1),
+        (r"$\boxed{5}$, which is 50% of 10", "0.05", 0),
+        (r"10\% of 50 is \boxed{5}", "0.05", 0),
+        (r"\boxed{5 \text{ (10\% of 50)}}", "0.05", 0),
+        ("50% of 100 is 50", "0.5", 0),
+        ("I am 100% sure: 7", "0.07", 0),
+        (r"the half, $\frac{1}{2}$ (50%)", "0.005", 0),
+        (r"$\boxed{50}\%$", "0.5", 1),
+        (r"$\boxed{50} \%$", "0.5", 1),
+        (r"\boxed{\frac{1}{2}\%}", "0.005", 1),
+        ("the result is 1,250.5%", "12.505", 1),
+        (r"\boxed{.5\%}", "0.005", 1),
+        (r"so $0.5\%$", "0.005", 1),
+        (r"\boxed{7\%}", "0.07", 1),
+        (r"\boxed{0.29}", "29%", 1),
+        (r"$x = 12.5\%$", "0.125", 1),
+        ("**50 %**", "0.5", 1),
+        ("The answer is -5%.", "-0.05", 1),
+        (r"so $50\%$", r"\frac{1}{2}", 1),
+        (r"\boxed{0.42}", "Of 20%, the rest is $42$", 0),
+        (r"\boxed{0.42}", r"20\% of them: \boxed{42}", 0),
+        (r"\boxed{0.42}", r"\boxed{42}\%", 1),
+    ],
+)
+def test_only_the_percent_sign_of_the_answer_counts(response: str, answer: str, score: float) -> None:
+    assert maths.score(response, answer) == score
+
+
 @pytest.mark.parametrize("answer", ["$5", r"\$5", "5"])
 def test_math_with_money(answer: str) -> None:
     assert maths.score(r"\boxed{\$5}", answer) == maths.score(r"\boxed{5}", answer) == 1

@@ -107,7 +107,8 @@ def _prompt_columns(asked: Asked, data: PromptConfig) -> Row:
     own = asked.prompt.row[data.prompt_key]
     left_out = {data.prompt_key, data.answer_key, *COLUMNS}
     others = {name: value for name, value in asked.prompt.row.items() if name not in left_out}
-    fixed = {"data": asked.source, "index": asked.index, "prompt": own if isinstance(own, str) else messages}
+    is_text = messages[-1]["content"] == own  # instead of messages as JSON text
+    fixed = {"data": asked.source, "index": asked.index, "prompt": own if is_text else messages}
     return {**others, **fixed, **({} if data.answer_key is None else {"answer": answer})}
 
 
