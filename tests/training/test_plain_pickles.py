@@ -66,7 +66,7 @@ def test_a_program_is_not_run(tmp_path: Path) -> None:
 def test_members_of_enumerations_are_read_and_no_other_attribute() -> None:
     assert received(pickle.dumps(Taken(WriteItemType, "SHARD"))) is WriteItemType.SHARD
     for owner, name in ((WriteItemType, "__class__"), (WriteItemType, "mro"), (torch.Size, "count"), ("text", "join")):
-        with pytest.raises(pickle.UnpicklingError, match="it takes .* which hpc-rl does not admit"):
+        with pytest.raises(pickle.UnpicklingError, match=r"it takes .* which hpc-rl does not admit"):
             received(pickle.dumps(Taken(owner, name)))
 
 
