@@ -63,10 +63,14 @@ def _sharegpt(row: Row) -> Row:
         return {"prompt": _turns(row[name]), **pair, **_others(row, name, *pair)}
     if "kto_tag" in row:
         return {"response": _turns(row[name]), "label": row["kto_tag"], **_others(row, name, "kto_tag")}
-    return {"messages": _turns(row[name]), **_others(row, name)}
+    turns = _turns(row[name])
+    is_answered = any(turn.get("role") == "assistant" for turn in turns)
+    return {"messages": turns, **_others(row, name)} if is_answered else {}
 
 
 def _sharegpt_column(row: Row) -> str | None:
+    if row.get(_CHATS[0]) == []:
+        return _CHATS[0]  # public data sets have such rows
     found = (name for name in _CHATS if isinstance(row.get(name), list) and row[name])
     return next((name for name in found if isinstance(row[name][0], Mapping) and "from" in row[name][0]), None)
 
@@ -236,7 +240,8 @@ SHAPES: dict[str, Shape] = {
     ),
     "sharegpt": Shape(
         "`conversations` of `from` and `value`, also with `system` and `tools`",
-        lambda row: _sharegpt_column(row) is not None, _sharegpt, "sft", "`messages`",
+        lambda row: _sharegpt_column(row) is not None, _sharegpt, "sft",
+        "`messages`; rows in which nobody answers are left out",
     ),
     "ultrafeedback": Shape(
         "`instruction`, `completions` with `response` and scores", _is_ultrafeedback, _ultrafeedback, "dpo",

@@ -69,7 +69,7 @@ def planned_config(request: Request) -> JobConfig:
     """
     request.trust_its_group()
     site = load_profile(request.site).values
-    fill_in = [models_of_runs(may_come=True), _placeholders(request.kind), Devices().fill_in]
+    fill_in = [models_of_runs(may_come=True), _placeholders(request.kind), _device_with(request), Devices().fill_in]
     return compose(request.kind, request.overrides, request.settings, site, fill_in, request.typed)
 
 
@@ -294,6 +294,16 @@ def _config_of(key: str, path: str, config: Planned, ask_hub: bool) -> dict[str,
     places = "neither the hub's cache nor the hub has" if asks else "the hub's cache does not have"
     remedy = "" if path.startswith(("/", ".", "~")) else f": run `hpc-rl fetch {path}`, or give the folder of a model"
     raise UserError(f"{key} {path}: there is no such folder, and {places} its config.json{remedy}")
+
+
+def _device_with(request: Request) -> FillIn:
+    """Return what chooses GPUs where none are seen: who names their memory plans for another machine."""
+
+    def fill_in(tree: Mapping[str, Any]) -> dict[str, Any]:
+        is_open = flat(tree).get("trainer.device", "auto") == "auto"
+        return {"trainer.device": "cuda"} if is_open and "slurm.node.gpu_gb" in request.settings else {}
+
+    return fill_in
 
 
 def _placeholders(kind: str) -> FillIn:

@@ -78,6 +78,7 @@ def _admitted() -> dict[tuple[str, str], Any]:
         ("torch", "Size"): torch.Size,
         (pathlib.PosixPath.__module__, "PosixPath"): pathlib.PosixPath,
         ("builtins", "set"): set,
+        ("builtins", "getattr"): _member,
     }
     found |= {("torch", name): value for name, value in vars(torch).items() if isinstance(value, torch.dtype)}
     for module in (builtins, pickle, torch, torch.distributed, errors):
@@ -89,6 +90,13 @@ def _admitted() -> dict[tuple[str, str], Any]:
             if is_dataclass(kind) or issubclass(kind, enum.Enum | Exception)
         }
     return found
+
+
+def _member(kind: Any, name: Any) -> enum.Enum:
+    """Return a member of an enumeration, which Python 3.11.0 to 3.11.3 pickle as a call of getattr."""
+    if not isinstance(kind, enum.EnumType) or name not in kind.__members__:
+        raise pickle.UnpicklingError(f"it takes {name!r} of {kind!r}, which hpc-rl does not admit")
+    return kind.__members__[name]
 
 
 def _types(module: ModuleType) -> Iterator[tuple[str, type]]:

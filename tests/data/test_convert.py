@@ -124,7 +124,7 @@ def test_training_proposes_the_conversion_and_reads_its_result(
          ["row 2: the shape alpaca has", "columns text"]),
         ([{"conversations": [{"from": "alien", "value": "x"}]}], ["row 1: a turn is not", "human", "(shape sharegpt)"]),
         ([{"conversations": [{"from": "function_call", "value": "x"}]}], ["a turn of function_call is no JSON"]),
-        ([{"conversations": [{"from": "human", "value": "x"}]}], ["row 1, converted: no assistant turn"]),
+        ([{"conversations": [{"from": "human", "value": "x"}]}], ["nothing to learn from any row (shape sharegpt)"]),
         ([{"instruction": "a", "completions": RATED[:1]}], ["fewer than two `completions`"]),
         ([{"instruction": "a", "completions": RATED[:1] * 2}], ["nothing to learn from any row"]),
         ([{"instruction": "", "input": "", "output": "b"}], ["one of them not empty"]),
@@ -152,6 +152,17 @@ def test_a_pair_without_a_better_answer_is_left_out(tmp_path: Path) -> None:
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
     found = convert(str(file), output)
     assert (found.rows, found.left_out) == (2, 1) and len(output.read_text().splitlines()) == 2
+
+
+@pytest.mark.parametrize("first", [[], TURNS[:1], [{"from": "system", "value": "S"}]])
+def test_a_chat_in_which_nobody_answers_is_left_out(tmp_path: Path, first: list[Any]) -> None:
+    file, output = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    file.write_text("".join(json.dumps({"conversations": turns}) + "\n" for turns in (first, TURNS, [])))
+    found = convert(str(file), output)
+    assert (found.name, found.rows, found.left_out) == ("sharegpt", 1, 2)
+    file.write_text(json.dumps({"conversations": first}) + "\n")
+    with pytest.raises(UserError, match="there is nothing to learn from any row"):
+        convert(str(file), output)
 
 
 def test_the_ground_truth_takes_precedence() -> None:

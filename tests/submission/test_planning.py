@@ -12,6 +12,8 @@ from typer.testing import CliRunner
 
 from hpc_rl.cli import app
 from hpc_rl.errors import UserError
+from hpc_rl.slurm import commands
+from hpc_rl.slurm.cluster import NodeGroup
 from hpc_rl.submission import planning
 from hpc_rl.submission.launch import prepare
 from hpc_rl.submission.request import Request
@@ -393,6 +395,18 @@ def test_an_earlier_run_tells_the_memory_of_the_gpus(folder: Path) -> None:
     assert "that which the run" not in output(*PLAN, "slurm.partition=gpu", "--gpu-gb", "40")
     with pytest.raises(UserError, match=r"that of the run \S+/sft-1; if it is wrong, set slurm\.node\.gpu_gb\)"):
         fit(request("slurm.partition=gpu", gpu_gb=None))
+
+
+@pytest.mark.parametrize("own", [(), ("trainer.device=auto",)])
+def test_who_names_the_memory_of_gpus_plans_for_gpus_where_none_are_seen(
+    monkeypatch: MonkeyPatch, own: tuple[str, ...]
+) -> None:
+    monkeypatch.setattr(commands, "available", lambda: True)
+    monkeypatch.setattr(commands, "node_groups", lambda _place: [NodeGroup("cpu", 4, 32, 200_000, {}, is_default=True)])
+    words = ("plan", "sft", "model.path=7b", "--gpus-per-node", "8", ROWS, *own)
+    assert "1 node x 8 GPUs of 80.0 GB" in output(*words, "--gpu-gb", "80")
+    with pytest.raises(UserError, match="the job runs on CPUs"):
+        output(*words)
 
 
 def test_plan_as_json() -> None:

@@ -412,6 +412,7 @@ def test_a_run_directory_on_a_disk_of_this_machine_is_a_warning(
                 f"run directory {disk.path}/runs/a is on {disk.path} (tmpfs), which looks like"
             )
             assert "Folder" not in said and "\n" not in said
+            assert str(folders.check_shared(disk.path / "runs" / "a", disk.path, nodes)).count("looks like") == 1
         monkeypatch.setattr(nodes, "groups", list)  # there is no cluster
         assert folders.check_shared(disk.path, Path("/proc"), nodes) is None
     monkeypatch.setattr(nodes, "groups", lambda: ["a group"])

@@ -52,7 +52,9 @@ def check_shared(run_dir: Path, working_dir: Path, nodes: commands.NodeListing) 
 
     It is no error, because the machine may export its disk to the nodes.
     """
-    places = {f"{what} {path}": own_disk(path) for what, path in (("run directory", run_dir), ("folder", working_dir))}
+    inside = run_dir.is_relative_to(working_dir) and own_disk(run_dir) == own_disk(working_dir)
+    asked = [("folder", working_dir)] if inside else [("run directory", run_dir), ("folder", working_dir)]
+    places = {f"{what} {path}": own_disk(path) for what, path in asked}
     found = {what: place for what, place in places.items() if place}
     with contextlib.suppress(commands.NoAnswer):
         if not found or not nodes.groups() or commands.runs_jobs_here():
