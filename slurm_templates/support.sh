@@ -406,7 +406,7 @@ queue_again_if_due() {
   restarts=$(fact Restarts) || true
   lost_nodes=$(paste --serial --delimiters=, "$lost" 2> /dev/null) || true
   saved=
-  if [ "$code" -eq 75 ] && resumes_later; then saved="saved before the $(cat "$HPC_RL_RUN_DIR/stop")"; fi
+  if [ "$code" -eq 75 ] && resumes_later; then saved="stopped before the $(cat "$HPC_RL_RUN_DIR/stop")"; fi
   if [ -n "$terminated" ] && [ "${restarts:-0}" -gt "${SLURM_RESTART_COUNT:-0}" ]; then
     echo "hpc-rl: ${saved:-ended by Slurm before it had saved}; Slurm has queued job $job again"
     terminated=REQUEUED

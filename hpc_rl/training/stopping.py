@@ -167,5 +167,5 @@ def open_stopping(run: RunDir, warning_s: int, records: Sequence[Mapping[str, An
 
 def stopped_line(step: int, total_steps: int) -> str:
     """Return the last line of a run that stops after this step."""
-    saved = "checkpoint saved; submit again to resume" if step else "nothing is saved yet; submit again to start"
+    saved = "checkpoint saved" if step else "nothing is saved yet"
     return f"stopped after step {step} of {total_steps}: {saved}"

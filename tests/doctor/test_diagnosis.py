@@ -506,7 +506,7 @@ def test_plan_and_peak_are_shown_if_a_gpu_has_too_little_memory(tmp_path: Path) 
 
 
 def test_a_run_is_explained_by_its_newest_start_alone(tmp_path: Path) -> None:
-    log = "Disk quota exceeded\nhpc-rl: saved before the walltime; job 7 is queued again\nRay is not up after 9 s\n"
+    log = "Disk quota exceeded\nhpc-rl: stopped before the walltime; job 7 is queued again\nRay is not up after 9 s\n"
     run, status = failed_run(tmp_path, log)
     (run.path / "attempt-1" / "node0.log").write_text("CUDA out of memory")
     (run.path / "attempt-2" / "node0-rank3.log").write_text(

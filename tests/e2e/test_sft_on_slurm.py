@@ -141,7 +141,7 @@ def test_a_run_stops_by_itself_before_the_walltime(workspace: Workspace, uninter
     workspace.ok("logs", "-f", "by-itself")
     log = workspace.ok("logs", "by-itself")
     assert "stopping: the walltime ends in" in log and "stopped after step" in log
-    assert "saved before the walltime; job" in log
+    assert "stopped before the walltime; job" in log
     status = workspace.status("by-itself")
     assert (status["state"], status["attempt"]) == ("COMPLETED", 2)
     assert same_losses(workspace.losses("by-itself"), uninterrupted)
@@ -163,7 +163,7 @@ def test_slurm_warns_before_the_walltime_by_itself(workspace: Workspace) -> None
     arguments = ["--time", "2", "--job-name", "warned", "slurm.warning_s=110", "trainer.device=cpu"]
     workspace.ok("submit", "torchrun", *arguments, "--wait", "--", "stopper.py")
     assert workspace.status("warned")["attempt"] == 2
-    assert "saved before the walltime; job" in workspace.ok("logs", "warned")
+    assert "stopped before the walltime; job" in workspace.ok("logs", "warned")
 
 
 def test_a_run_continues_without_its_follower_until_it_is_cancelled(workspace: Workspace) -> None:

@@ -117,7 +117,7 @@ def resumed(found: Site, job: Job, run: str, fault: str, message: str) -> Outcom
 
 
 def test_a_preempted_run_saves_and_resumes(preempting: Site) -> None:
-    message = "saved before the preemption; job"
+    message = "stopped before the preemption; job"
     assert is_preempted(preempting, "selected", "sft", "graceful", "preemption", message).steps_lost == 0
 
 
@@ -125,12 +125,12 @@ def test_a_preempted_run_saves_and_resumes(preempting: Site) -> None:
 @pytest.mark.parametrize(
     ("job", "partition", "fault", "message"),
     [
-        ("sft", "graceful", "preemption, REQUEUE with GraceTime", "saved before the preemption; job"),
-        ("ppo", "graceful", "preemption, REQUEUE with GraceTime", "saved before the preemption; job"),
-        ("sft", "cancelling", "preemption, CANCEL with GraceTime", "saved before the preemption; job"),
-        ("ppo", "cancelling", "preemption, CANCEL with GraceTime", "saved before the preemption; job"),
-        ("sft", "abrupt", "preemption, REQUEUE without GraceTime", "saved before the preemption; Slurm has queued"),
-        ("ppo", "abrupt", "preemption, REQUEUE without GraceTime", "saved before the preemption; Slurm has queued"),
+        ("sft", "graceful", "preemption, REQUEUE with GraceTime", "stopped before the preemption; job"),
+        ("ppo", "graceful", "preemption, REQUEUE with GraceTime", "stopped before the preemption; job"),
+        ("sft", "cancelling", "preemption, CANCEL with GraceTime", "stopped before the preemption; job"),
+        ("ppo", "cancelling", "preemption, CANCEL with GraceTime", "stopped before the preemption; job"),
+        ("sft", "abrupt", "preemption, REQUEUE without GraceTime", "stopped before the preemption; Slurm has queued"),
+        ("ppo", "abrupt", "preemption, REQUEUE without GraceTime", "stopped before the preemption; Slurm has queued"),
     ],
 )
 def test_modes(
@@ -142,7 +142,7 @@ def test_modes(
 @pytest.mark.faults
 @pytest.mark.parametrize("job", ["sft", "ppo"])
 def test_the_jobs_own_signal(signalling: Site, job: Job, observed: Callable[[Outcome], None]) -> None:
-    message = "saved before the preemption; job"
+    message = "stopped before the preemption; job"
     fault = "preemption, preempt_send_user_signal"
     observed(is_preempted(signalling, f"signalled-{job}", job, "graceful", fault, message))
 
@@ -157,7 +157,7 @@ def test_a_cancelled_job_is_submitted_again(preempting: Site, job: Job, observed
     ended = workspace.hpc_rl("logs", "-f", run)
     assert ended.returncode not in (0, 75)
     log = workspace.ok("logs", run)
-    message = next((line for line in log.splitlines() if "checkpoint saved; submit again to resume" in line), "")
+    message = next((line for line in log.splitlines() if "checkpoint saved" in line), "")
     assert message and workspace.status(run)["state"] == "PREEMPTED", log
     workspace.ok("submit", *SIZES[job], *EVERY, "--partition", "dropping", "--job-name", run, "--wait")
     assert workspace.status(run)["attempt"] == 2
@@ -211,8 +211,8 @@ def longest_pause_s(run: Path) -> float:
 @pytest.mark.parametrize(
     ("fault", "command", "words"),
     [
-        ("scancel --signal=USR2", ["scancel", "--signal=USR2"], "saved before the requeue; job"),
-        ("scontrol requeue", ["scontrol", "requeue"], "saved before the preemption; Slurm has queued"),
+        ("scancel --signal=USR2", ["scancel", "--signal=USR2"], "stopped before the requeue; job"),
+        ("scontrol requeue", ["scontrol", "requeue"], "stopped before the preemption; Slurm has queued"),
     ],
 )
 def test_signals_by_hand(

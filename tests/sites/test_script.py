@@ -168,7 +168,7 @@ def test_the_epilogue_runs_before_a_requeue(tmp_path: Path) -> None:
     job = torchrun_job(tmp_path / "run", **{"slurm.epilogue": ["echo left with $code"]})
     done, _ = run_script(job, tmp_path, step='echo walltime > "$HPC_RL_RUN_DIR/stop"; exit 75')
     assert done.returncode == 75
-    assert done.stdout.splitlines() == ["hpc-rl: saved before the walltime; job 7 is queued again", "left with 75"]
+    assert done.stdout.splitlines() == ["hpc-rl: stopped before the walltime; job 7 is queued again", "left with 75"]
     assert json.loads(job.run_dir.status.read_text())["state"] == "REQUEUED"
 
 

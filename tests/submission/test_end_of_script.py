@@ -35,7 +35,7 @@ def stops(reason: str) -> str:
 def test_a_saved_run_is_queued_again(tmp_path: Path, reason: str) -> None:
     code, recorded, said = end(tmp_path, stops(reason))
     assert (code, recorded["state"]) == (75, "REQUEUED")
-    assert "requeue 7\n" in said and f"saved before the {reason}; job 7 is queued again" in said
+    assert "requeue 7\n" in said and f"stopped before the {reason}; job 7 is queued again" in said
 
 
 def test_a_run_that_the_user_stopped_is_not(tmp_path: Path) -> None:
@@ -59,7 +59,7 @@ def test_a_cancelled_run_is_not_queued_again_although_it_has_saved(tmp_path: Pat
 def test_a_run_that_slurm_queues_again_is_not_cancelled(tmp_path: Path) -> None:
     code, recorded, said = end(tmp_path, TERM + LATER + stops("preemption"), job="Restarts=1 PreemptTime=None")
     assert (code, recorded["state"]) == (143, "REQUEUED")
-    assert "requeue 7" not in said and "saved before the preemption; Slurm has queued job 7 again" in said
+    assert "requeue 7" not in said and "stopped before the preemption; Slurm has queued job 7 again" in said
     _, recorded, said = end(tmp_path, TERM + LATER + "exit 1", job="Restarts=1 PreemptTime=None")
     assert recorded["state"] == "REQUEUED" and "before it had saved; Slurm has queued job 7 again" in said
 
@@ -240,7 +240,7 @@ def test_a_warning_long_before_the_walltime_is_a_preemption(tmp_path: Path, end_
     first = f"export SLURM_JOB_END_TIME={when} CONTROLLER_TIME=$(date +%s); squeue() {{ :; }}\n"
     usr2 = TERM.replace("TERM", "USR2") + 'while [ ! -e "$HPC_RL_RUN_DIR/stop" ]; do sleep 0.1; done; exit 75'
     _, recorded, said = end(tmp_path, usr2, first=first)
-    assert recorded["state"] == "REQUEUED" and f"saved before the {reason};" in said
+    assert recorded["state"] == "REQUEUED" and f"stopped before the {reason};" in said
 
 
 def test_a_second_warning_ends_the_step(tmp_path: Path) -> None:

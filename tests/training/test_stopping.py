@@ -159,5 +159,5 @@ def test_a_request_of_the_user_is_not_replaced(tmp_path: Path, time: Time, monke
 
 
 def test_the_last_line_states_what_is_saved() -> None:
-    assert stopped_line(3, 9) == "stopped after step 3 of 9: checkpoint saved; submit again to resume"
-    assert stopped_line(0, 9) == "stopped after step 0 of 9: nothing is saved yet; submit again to start"
+    assert stopped_line(3, 9) == "stopped after step 3 of 9: checkpoint saved"
+    assert stopped_line(0, 9) == "stopped after step 0 of 9: nothing is saved yet"

@@ -83,7 +83,7 @@ def test_stopped_and_continued_in_other_processes(
 
     given = RunDir(tmp_path / "run")
     assert run_ppo(ppo(*base, *options, "trainer.n_gpus_per_node=2"), StoppedRunner, given) == EXIT_STOPPED
-    assert "stopped after step 1 of 3: checkpoint saved; submit again to resume" in capsys.readouterr().out
+    assert "stopped after step 1 of 3: checkpoint saved" in capsys.readouterr().out
     nothing_is_left(given.path)
     assert run_ppo(ppo(*base, *options), TellingRunner, given) == 0
     assert "resuming after step 1" in capsys.readouterr().out
