@@ -307,7 +307,7 @@ GENERATION = [
     Case(
         "generate", ("rollout.name=vllm", "rollout.tensor_parallel_size=2"), "does not divide the 1 CPU slots per node"
     ),
-    Case("generate", ("optim.lr=1",), "optim: unknown key"),
+    Case("generate", ("optim.lr=1",), "optim.lr: unknown key"),
     Case("generate", ("model.path=scorer",), "model.path scorer is a classifier"),
     Case("eval", ("reward.function=null",), "reward.function: required, but not given"),
     Case("eval", ("model.path=other",), "the model is the first argument, model: leave model.path out"),
@@ -441,8 +441,8 @@ KEYS = [
     sft("did you mean slurm.partition?", "slurm.partion=gpu"),
     sft("did you mean slurm.time?", "trainer.time=1:00:00"),
     sft("zzz: unknown key", "zzz=1"),
-    sft("rollout: unknown key", "rollout.n=1"),
-    ppo("did you mean actor.optim or critic.optim?", "optim.lr=1"),
+    sft("rollout.n: unknown key", "rollout.n=1"),
+    ppo("did you mean actor.optim.lr or critic.optim.lr?", "optim.lr=1"),
     ppo("did you mean algorithm.kl.coef?", "algorithm.kl_coef=0.1"),
     ppo("did you mean rollout.temperature or rollout.val.temperature?", "temperature=1"),
     sft("is not an option: write key=value", "trainer.total_epochs"),
@@ -497,7 +497,7 @@ KEYS = [
     ppo("ray.first_port", "ray.first_port=80"),
     Case("none", ("submit", "sft", "--nodes", "2", "--dry-run"), "submit sft --nodes 2 --dry-run model=qwen2.5-0.5b"),
     Case("none", ("submit", "ppo", "--nodes", "4", "--dry-run"), "--dry-run recipe=gsm8k-4nodes data.train_files="),
-    Case("none", ("eval", "models/small", "--dry-run"), "submit eval --dry-run model.path="),
+    Case("none", ("eval", "models/small", "--dry-run"), "hpc-rl eval models/small --dry-run data.files="),
     Case("none", ("config", "sft", "optim.lrr"), "did you mean optim.lr?"),
     Case("none", ("config", "ppo", "--help", "zzz"), "no key contains this word"),
 ]  # fmt: skip
@@ -603,7 +603,7 @@ PROFILES = [
         ("open", (), "ppo.yaml, line 2: not valid YAML"),
         ("list", (), "ppo"),
         ("binary", (), "ppo.yaml: not UTF-8 text"),
-        ("unknown", (), "configs/ppo.yaml, line 1: optimizer: unknown key"),
+        ("unknown", (), "configs/ppo.yaml, line 1: optimizer.lr: unknown key; did you mean actor.optim.lr?"),
         ("infinite", (), "configs/ppo.yaml, line 1: actor.optim.lr: Input should be a finite number"),
         ("nan", (), "actor.optim.lr: Input should be a finite number"),
         ("time", (), "YAML reads an unquoted 24:00:00 as 86400"),

@@ -114,7 +114,7 @@ def test_a_run_on_this_machine(folder: Path) -> None:
     assert "has no job to stop: its state is COMPLETED" in run(folder, "stop", "mine").stdout
     assert "no job to cancel: its state is COMPLETED" in run(folder, "cancel", "mine").stdout
     again = run(folder, *SFT, "--job-name", "mine", *steps)
-    assert again.returncode == 0 and "already finished" in again.stdout
+    assert again.returncode == 2 and "run mine has completed, and the job would have nothing to do" in again.stderr
     assert (folder / "runs" / "mine" / "model" / "model.safetensors").exists()
     export = run(folder, "export", "mine", "out")
     assert export.returncode == 0 and (folder / "out" / "tokenizer.json").exists()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -46,7 +47,9 @@ def compose_yaml(path: Path, named: bool = True) -> tuple[Any, yaml.Node | None]
         OSError: it cannot be read, or has more than MOST_YAML_BYTES bytes.
         UnicodeDecodeError, YAMLError: it is not YAML.
     """
-    loader = _Loader(read_regular(path, MOST_YAML_BYTES, named=named).decode("utf-8"))
+    text = io.StringIO(read_regular(path, MOST_YAML_BYTES, named=named).decode("utf-8"))
+    text.name = str(path)  # PyYAML's messages name it
+    loader = _Loader(text)
     try:
         node = loader.get_single_node()
         if node is not None:

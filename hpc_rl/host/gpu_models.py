@@ -12,7 +12,7 @@ _SUPERCHIP = re.compile(r"g[bh]200")
 """Their names state the memory of the CPU."""
 _STATED = re.compile(r"(?<!\d)(\d+)gb")
 """a100_80gb; of a100_3g.20gb, a part of an A100, the last one."""
-_BARE = re.compile(r"[a-z]+\d+[a-z]*(?:[-_][a-z]+\d*)*[-_](\d{2,3})$")
+_BARE = re.compile(r"[a-z]\d+[a-z]{0,8}(?:[-_][a-z]{1,16}\d{0,4}){0,4}[-_](\d{2,3})$")
 """h100-47, a part of an H100 with 47 GB, and a100-80. A single digit is a number of GPUs or slices."""
 _MIG = re.compile(r"(?<!\d)\d+g\.\d+gb")
 """NVIDIA's names of MIG devices: slices, then memory."""

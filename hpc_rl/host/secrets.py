@@ -16,15 +16,20 @@ from urllib.parse import quote
 
 from hpc_rl.errors import UserError
 
-_NAME = re.compile(
-    r"\w*(TOKEN|SECRET|PASSW(OR)?D|PASSPHRASE|CREDENTIALS?|JWT|APIKEY|ACCESSKEY)|(\w+_)?(KEY|PASS|PWD|PAT)"
-    r"|(\w+_)?(TOKEN|SECRET|PASSWORD)_(?!\w*(PATH|FILE|DIR|URL|URI|MODE|ID|NAME|VARIABLE|LIFETIME|TYPE|LIMIT)$)\w+",
-    re.IGNORECASE,
+_ENDS = (
+    *("TOKEN", "SECRET", "PASSWORD", "PASSWD", "PASSPHRASE", "CREDENTIAL", "CREDENTIALS", "JWT"),
+    *("APIKEY", "ACCESSKEY"),
 )
-_OF_VOCABULARIES = re.compile(r"(\w+_)?(BOS|EOS|PAD|UNK|MASK|SEP|CLS|STOP|END|IMAGE|NEXT|PER|LAST|FIRST)_TOKEN", re.I)
+_LOOSE = ("KEY", "PASS", "PWD", "PAT")
+"""Last words of names that may also hold something else: their values count only if they look random."""
+_WITHIN = ("TOKEN", "SECRET", "PASSWORD")
+"""Words of names such as SECRET_OF_BANK, unless the name ends as that of a place or a property of a secret does."""
+_ABOUT = ("PATH", "FILE", "DIR", "URL", "URI", "MODE", "ID", "NAME", "VARIABLE", "LIFETIME", "TYPE", "LIMIT")
+_OF_VOCABULARIES = (
+    *("BOS", "EOS", "PAD", "UNK", "MASK", "SEP", "CLS", "STOP", "END", "IMAGE", "NEXT", "PER", "LAST", "FIRST"),
+)
+"""Words before TOKEN in names of tokens of texts."""
 _WORKING_FOLDERS = ("PWD", "OLDPWD")
-_LOOSE = re.compile(r"(\w+_)?(KEY|PASS|PWD|PAT)", re.IGNORECASE)
-"""Names that may also hold something else: their values count only if they look random."""
 _SHORTEST, _LONG = 6, 16
 """Characters of a value that is looked for as a word, and of one that is looked for anywhere."""
 _PLACEHOLDERS = ("secret", "password", "passwd", "changeme", "dummy", "default", "no-key", "token-abc123", "unused")
@@ -32,8 +37,11 @@ _PLACEHOLDERS = ("secret", "password", "passwd", "changeme", "dummy", "default",
 
 def names_secret(name: str) -> bool:
     """Return whether a variable of this name usually holds a secret, such as HF_TOKEN or MY_PASSWD."""
-    name = re.sub(r"_?\d+$", "", name)
-    return bool(_NAME.fullmatch(name)) and not _OF_VOCABULARIES.fullmatch(name) and name not in _WORKING_FOLDERS
+    words = _words(name)
+    if name in _WORKING_FOLDERS or (words[-1] == "TOKEN" and words[-2:-1] and words[-2] in _OF_VOCABULARIES):
+        return False
+    about_one = any(word in _WITHIN for word in words[:-1]) and not words[-1].endswith(_ABOUT)
+    return about_one or words[-1].endswith(_ENDS) or words[-1] in _LOOSE
 
 
 def known_secrets(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
@@ -79,7 +87,12 @@ def _is_value(name: str, value: str) -> bool:
     if len(value) < _SHORTEST or value.lower() in _PLACEHOLDERS or value.startswith(("/", "~/", "./", "$")):
         return False
     looks_random = len(value) >= _LONG and any(map(str.isdigit, value)) and any(map(str.isalpha, value))
-    return looks_random or not _LOOSE.fullmatch(re.sub(r"_?\d+$", "", name))
+    return looks_random or _words(name)[-1] not in _LOOSE
+
+
+def _words(name: str) -> list[str]:
+    """Return the words of a variable's name, without a number at its end: MY_KEY_2 -> MY, KEY."""
+    return name.rstrip("0123456789").rstrip("_").upper().split("_")
 
 
 def _pattern(value: str) -> re.Pattern[str]:

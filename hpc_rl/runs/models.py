@@ -8,6 +8,7 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
+from hpc_rl.config.base import possible_path
 from hpc_rl.config.tree import flat
 from hpc_rl.errors import UserError
 from hpc_rl.runs.status import ROOT, find_run, is_run, runs_below
@@ -39,7 +40,10 @@ def models_of_runs(may_come: bool) -> Callable[[Mapping[str, Any]], dict[str, st
 
 def model_for(key: str, name: str, may_come: bool) -> str:
     """Return the folder of a run's model, or the name as it is if it names no run. See `model_of`."""
-    folder = Path(name)
+    try:
+        folder = Path(possible_path(name))
+    except ValueError:
+        return name  # what is wrong with it is said later
     if not name or (folder.is_dir() and not is_run(folder)):
         return name  # whether it is a model is checked later
     try:

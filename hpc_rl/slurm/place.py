@@ -129,10 +129,10 @@ def cluster_name(environ: Mapping[str, str]) -> str:
     conf = environ.get("SLURM_CONF")
     for file in (conf,) if conf else DEFAULT_FILES:
         try:
-            found = re.search(r"^\s*ClusterName\s*=\s*(\S+)", Path(file).read_text(errors="replace"), re.M | re.I)
+            text = Path(file).read_text(errors="replace")
         except OSError:
             continue
-        if found:
+        if found := re.search(r"^[ \t]*ClusterName[ \t]*=[ \t]*(\S+)", text, re.M | re.I):
             return found[1].lower()
     return ""
 

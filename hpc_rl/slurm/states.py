@@ -27,7 +27,7 @@ NEVER = {
     "JobHoldMaxRequeue": "it was queued again too often and is held: scontrol release JOB",
 }
 """Reasons of waiting jobs that time does not change -> what to do (squeue(1), JOB REASON CODES)."""
-_PER_JOB = re.compile(r"(Assoc|QOS|QoS)(Max\w+PerJob\w*|MaxWall\w+|Min\w+)")
+_PER_JOB = re.compile(r"(Assoc|QOS|QoS)(Max\w+PerJob|MaxWall\w|Min\w)")
 """Limits of a single job, which it exceeds however long it waits."""
 
 ENDED = frozenset(
@@ -165,7 +165,7 @@ def never_starts(reason: str) -> str | None:
     """Return why a job with this reason waits forever, and what to do; None if it may start."""
     if reason in NEVER:
         return NEVER[reason]
-    if _PER_JOB.fullmatch(reason):
+    if _PER_JOB.match(reason):
         return "it exceeds a limit for single jobs of your account or quality of service: request less, or change --qos"
     return None
 

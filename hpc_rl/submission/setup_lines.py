@@ -49,8 +49,8 @@ def bash_errors(lines: Sequence[str]) -> list[str]:
 
 def is_complete(text: str) -> bool:
     """Return whether bash needs no further line: no open quote, compound command, here-document or backslash."""
-    backslashes = re.search(r"\\*$", text)
-    return len(backslashes[0] if backslashes else "") % 2 == 0 and not bash_errors([text])
+    backslashes = len(text) - len(text.rstrip("\\"))
+    return backslashes % 2 == 0 and not bash_errors([text])
 
 
 def _parts(line: str) -> Iterator[str]:

@@ -62,7 +62,7 @@ def test_equal_chats_are_a_valid_row() -> None:
             "after 2 messages that both chats have, 'chosen' goes on with a turn of the user",
         ),
         ({"chosen": [USER, GOOD], "rejected": [USER, GOOD, BAD]}, "'chosen' ends there"),
-        ({"prompt": "?", "chosen": 3, "rejected": "-"}, "column 'chosen' has a number; a list of messages"),
+        ({"prompt": "?", "chosen": 3, "rejected": "-"}, "'chosen' has a number; text or a list of messages is needed"),
     ],
 )
 def test_what_is_refused(row: dict[str, Any], message: str) -> None:

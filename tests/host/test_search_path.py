@@ -20,12 +20,12 @@ def test_the_folders_of_the_parent_come_last(tmp_path: Path, monkeypatch: pytest
         folder.mkdir()
     (mine / "json.py").write_text("raise SystemExit('json')")
     (mine / "sitecustomize.py").write_text("import os\nos._exit(9)")
-    (mine / "own.py").write_text("VALUE = 'own'")
-    (parents / "beside.py").write_text("VALUE = 'beside'")
+    (mine / "in_mine.py").write_text("VALUE = 'own'")
+    (parents / "in_parents.py").write_text("VALUE = 'beside'")
     monkeypatch.chdir(mine)
     monkeypatch.syspath_prepend(parents)
-    code = "from hpc_rl.host.search_path import look_last; look_last(); import json, os, own, beside\n"
-    code += "print(own.VALUE, beside.VALUE, 'HPC_RL_LOOK_LAST' in os.environ)"
+    code = "from hpc_rl.host.search_path import look_last; look_last(); import json, os, in_mine, in_parents\n"
+    code += "print(in_mine.VALUE, in_parents.VALUE, 'HPC_RL_LOOK_LAST' in os.environ)"
     environ = {**os.environ, **search_path.look_last_variables()}
     done = subprocess.run([sys.executable, "-P", "-c", code], env=environ, capture_output=True, text=True, check=False)
     assert done.stdout == "own beside False\n", done.stderr

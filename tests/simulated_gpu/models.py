@@ -64,6 +64,8 @@ def untrained(config: PretrainedConfig) -> Iterator[None]:
 
     with (
         mock.patch.object(pretrained, "from_pretrained", from_pretrained),
+        mock.patch.object(Pretrained, "_refuse_quantised", lambda _: None),
+        mock.patch.object(loading, "check_packing", lambda *_: None),
         mock.patch.object(loading, "stored_weights", stored_weights),
         mock.patch.object(loading, "_read", read),
         mock.patch.object(World, "together", lambda self, work: work()),

@@ -369,7 +369,7 @@ def check_bash(key: str, lines: tuple[str, ...]) -> None:
     """Raise UserError if bash cannot read these lines of the job script, such as a quote that is not closed."""
     shown = repr("; ".join(lines))
     if said := bash_errors(lines):
-        raise UserError(f"{key}: bash cannot read {shown}: {said[-1].removeprefix('bash: -c: ')}")
+        raise UserError(f"{key}: bash cannot read {shown}: {said[-1].removeprefix('/bin/bash: -c: ')}")
     if not is_complete("\n".join(lines)):
         raise UserError(f"{key}: {shown} ends with a backslash, which would join it to the next line of the job script")
     if replacing := next((one for one in statements(lines) if _REPLACES.match(one)), None):
