@@ -15,6 +15,10 @@ class UserError(Exception):
     exit_code = EXIT_BAD_INPUT
 
 
+class UnclearError(UserError):
+    """Slurm did not state whether it accepted a job. The job may be in the queue, so its run directory has to stay."""
+
+
 class RunError(UserError):
     """An error that the user can fix but that appears only while a job runs: shown like bad input, with exit code 1.
 

@@ -310,7 +310,7 @@ class RunDir:
         attempt = next((path for path in reversed(self.attempts()) if (path / self.config.name).is_file()), None)
         if attempt is None or not self.config.is_file():
             return None
-        return attempt if read_regular(self.config) != read_regular(attempt / self.config.name) else None
+        return attempt if _content(self.config) != _content(attempt / self.config.name) else None
 
     def write_status(self, job_id: str | None, attempt: int, state: str, exit_code: int | None) -> None:
         """Write status.json, in the format of the job script's `report` function.
@@ -321,6 +321,14 @@ class RunDir:
         """
         status = {"job_id": job_id, "attempt": attempt, "state": state, "exit_code": exit_code}
         write_atomically(self.status, json.dumps(status) + "\n")
+
+
+def _content(path: Path) -> bytes | None:
+    """Return what a file of a run contains; None if it cannot be read, as a link, which no job has written."""
+    try:
+        return read_regular(path)
+    except OSError:
+        return None
 
 
 def _problem(path: Path) -> str | None:

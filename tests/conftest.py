@@ -24,6 +24,9 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 # Ray gives its workers a niceness of 15, by which they get almost no time beside other tests.
 os.environ.setdefault("RAY_worker_niceness", "0")
 
+# Commands say what they do if they take long, which depends on the load of this machine.
+os.environ["HPC_RL_QUIET"] = "1"
+
 # Ray's workers import what tests send them, and look into no folder that only this process knows.
 os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH")]))
 

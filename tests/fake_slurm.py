@@ -5,7 +5,9 @@ from pathlib import Path
 import pytest
 
 _PROGRAMS = {
-    "sbatch": """while [ -e "$0.hold" ]; do sleep 0.02; done; cat "$0.text" 2> /dev/null || echo 7""",
+    "sbatch": """while [ -e "$0.hold" ]; do sleep 0.02; done
+[ ! -e "$0.fails" ] || source "$0.fails"
+cat "$0.text" 2> /dev/null || echo 7""",
     "squeue": """if [ -e "$0.text" ]; then cat "$0.text"; else echo Invalid job id specified >&2; exit 1; fi""",
     "scontrol": "echo Invalid job id specified >&2; exit 1",
     "scancel": "",
@@ -16,7 +18,8 @@ _PROGRAMS = {
 
 def fake_slurm(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Put the programs on PATH; their folder. sbatch waits as long as there is sbatch.hold in it; squeue.text and
-    sbatch.text are what these print; PROGRAM.env has the variables of the last call.
+    sbatch.text are what these print; sbatch.fails has commands with which it fails;
+    PROGRAM.env has the variables of the last call.
     """
     programs = folder / "slurm"
     programs.mkdir()

@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 
 from hpc_rl.run_dir import RunDir
-
-GOLDEN = Path(__file__).parent / "golden" / "sft.sbatch"
+from hpc_rl.submission.script import support_text
 
 
 def test_attempts_are_in_the_order_of_their_numbers(tmp_path: Path) -> None:
@@ -26,6 +25,18 @@ def test_tokenized_data_is_beside_the_runs_and_their_sets(tmp_path: Path, mark: 
     assert RunDir(tmp_path / "runs" / "set" / "set_1").tokenized == tmp_path / "runs" / f".tokenized-{os.getuid()}"
 
 
+def test_settings_that_are_a_link_are_not_those_of_the_last_attempt(tmp_path: Path) -> None:
+    run = RunDir(tmp_path / "run")
+    attempt = run.path / "attempt-1"
+    attempt.mkdir(parents=True)
+    for path in (run.config, attempt / "config.yaml", tmp_path / "mine.yaml"):
+        path.write_text("a: 1\n")
+    assert run.edited_since() is None
+    run.config.unlink()
+    run.config.symlink_to(tmp_path / "mine.yaml")
+    assert run.edited_since() == attempt
+
+
 @pytest.mark.parametrize(("state", "code"), [("RUNNING", None), ("COMPLETED", 0), ("STOPPED", 75)])
 def test_the_job_script_writes_the_same_status(tmp_path: Path, state: str, code: int | None) -> None:
     run = RunDir(tmp_path)
@@ -33,7 +44,7 @@ def test_the_job_script_writes_the_same_status(tmp_path: Path, state: str, code:
     by_python = run.status.read_text()
     run.status.unlink()
     functions = re.findall(
-        r"^(?:replace|is_latest|report)\(\) \{.*?\}\n(?=\S|\n)", GOLDEN.read_text(), re.DOTALL | re.MULTILINE
+        r"^(?:replace|is_latest|report)\(\) \{.*?\}\n(?=\S|\n)", support_text(), re.DOTALL | re.MULTILINE
     )
     assert len(functions) == 3
     given = "null" if code is None else code

@@ -6,7 +6,6 @@ import errno
 import io
 import os
 import sys
-from contextlib import nullcontext
 from pathlib import Path
 from typing import NoReturn
 
@@ -17,6 +16,7 @@ from hpc_rl.host.disk import UNWRITABLE, explained
 from hpc_rl.host.ownership import name_user
 from hpc_rl.host.search_path import without_empty_entries
 from hpc_rl.host.shown_text import escaped_output
+from hpc_rl.host.signs_of_life import signs_of_life
 
 _IMPOSSIBLE_PATH = (errno.ENAMETOOLONG, errno.ELOOP, errno.EACCES, errno.EPERM)
 """Errors of paths that come from the user and cannot be opened: bad input in every command."""
@@ -29,11 +29,14 @@ def main() -> NoReturn:
             stream.reconfigure(errors="replace")  # a terminal or a file whose encoding lacks a character shows ?
     os.environ.update(without_empty_entries(os.environ))
     # The help texts are ours, and may have colours.
-    with nullcontext() if _asks_for_help(sys.argv[1:]) else escaped_output():
+    if _asks_for_help(sys.argv[1:]):
+        _run()
+    with escaped_output(), signs_of_life():
         _run()
 
 
 def _asks_for_help(words: list[str]) -> bool:
+    """Return whether the user, or the shell that completes a command, asks for what may be typed."""
     return not words or words[-1] in ("-h", "--help")
 
 

@@ -14,6 +14,7 @@ from hpc_rl import __version__
 from hpc_rl.cli.completion import run_names, site_names
 from hpc_rl.config.kinds import offered
 from hpc_rl.errors import UserError
+from hpc_rl.host.signs_of_life import begin_command
 
 
 def one_of(what: str, names: Sequence[str]) -> dict[str, Any]:
@@ -71,7 +72,17 @@ class Commands(TyperGroup):
     def resolve_command(self, context: Any, words: list[str]) -> Any:
         if words and self.get_command(context, words[0]) is None and (meant := _meant(words[0])):
             raise UserError(f"there is no command {words[0]!r}{meant}")
-        return super().resolve_command(context, words)
+        name, command, rest = super().resolve_command(context, words)
+        inner = command.get_command(context, rest[0]) if isinstance(command, TyperGroup) and rest else None
+        if not context.resilient_parsing:
+            begin_command(_still(inner or command))
+        return name, command, rest
+
+
+def _still(command: Any) -> str:
+    """Return what a command does, for a user who has waited for a while."""
+    does = command.get_short_help_str(limit=200).rstrip(".")
+    return f"still at work: {does[:1].lower()}{does[1:]}"
 
 
 app = typer.Typer(

@@ -73,6 +73,7 @@ def logs(
     Example: hpc-rl logs -f sft-1
     """
     from hpc_rl.runs.follow import MOST_LOG_BYTES, LogFiles, RunView, log_files
+    from hpc_rl.runs.stages import Stages
     from hpc_rl.runs.status import find_run, newest_run, status_of
 
     found = find_run(run or newest_run())
@@ -93,12 +94,19 @@ def logs(
         if path.exists() and path.stat().st_size > MOST_LOG_BYTES:
             note(f"only the last {MOST_LOG_BYTES // 2**20} MiB of {path} are shown")
     if follow and node is None and not as_json:
-        with RunView(found) as view:
-            leave(wait_for(found, view.poll))
+        with RunView(found, note) as view:
+            leave(wait_for(found, view.poll, view.saw))
     with LogFiles(lambda: log_files(found, node), print_line) as log:
-        if follow:
-            leave(wait_for(found, log.poll))
-        log.poll()
+        if not follow:
+            log.poll()
+            return
+        stages = Stages(found, (lambda _line: None) if as_json else note)
+
+        def poll() -> None:
+            log.poll()
+            stages.poll()
+
+        leave(wait_for(found, poll, stages.saw))
 
 
 @app.command()

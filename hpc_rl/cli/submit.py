@@ -304,6 +304,7 @@ def _submit(submit: Callable[[], tuple[Job, str]], wait: bool, follow: bool) -> 
     """
     # Before there is a job: Ctrl-C during an import can be lost, or end the program without the message.
     from hpc_rl.runs import control, status
+    from hpc_rl.runs.stages import Stages
 
     if follow:
         from hpc_rl.runs.follow import RunView
@@ -315,10 +316,11 @@ def _submit(submit: Callable[[], tuple[Job, str]], wait: bool, follow: bool) -> 
         if expected := status.status_of(job.run_dir).expected_start:
             print(f"  expected start {expected.replace('T', ' ')}")
         if follow:
-            with RunView(job.run_dir) as view:
-                code = control.wait(job.run_dir, view.poll)
+            with RunView(job.run_dir, note) as view:
+                code = control.wait(job.run_dir, view.poll, view.saw)
         elif wait:
-            code = control.wait(job.run_dir, lambda: None)
+            stages = Stages(job.run_dir, note)
+            code = control.wait(job.run_dir, stages.poll, stages.saw)
     except KeyboardInterrupt:
         leave(interrupted(job.run_dir))
     if code is not None:
@@ -354,7 +356,7 @@ def run_here(job: Job, script: str, in_allocation: bool = False) -> int:
     from hpc_rl.submission.local import run_local
 
     print(f"run {job.run_dir.name} in {short_path(job.run_dir.path)}", flush=True)
-    with RunView(job.run_dir) as view:
+    with RunView(job.run_dir, note, "RUNNING") as view:
         return (run_in_allocation if in_allocation else run_local)(job, script, view.poll)
 
 

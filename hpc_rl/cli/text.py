@@ -21,7 +21,7 @@ MOST_SHOWN = 300
 
 
 def status_text(found: RunStatus) -> str:
-    from hpc_rl.runs.status import in_slurm, is_local
+    from hpc_rl.runs.control import how_to_resume
 
     rows: list[tuple[str, object]] = [
         ("run", f"{found.run}  ({short_path(Path(found.run_dir))})"),
@@ -47,9 +47,7 @@ def status_text(found: RunStatus) -> str:
     if found.state == "RUNNING" and found.metrics.get("perf/eta_s") is not None:
         rows.append(("time left", duration(found.metrics["perf/eta_s"])))
     if found.state == "STOPPED":
-        is_queued = not is_local(found.job_id or "") and in_slurm(RunDir(Path(found.run_dir)))
-        again = f"hpc-rl requeue {found.run}" if is_queued else f"the same command with --job-name {found.run}"
-        rows.append(("to resume", again))
+        rows.append(("to resume", how_to_resume(RunDir(Path(found.run_dir)))))
     if found.disk:
         rows.append(("disk", found.disk))
     if found.log and Path(found.log).exists():

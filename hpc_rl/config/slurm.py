@@ -142,6 +142,11 @@ class SlurmConfig(Section):
             )
         return value
 
+    @property
+    def clusters(self) -> str:
+        """The value of --clusters; empty for the local cluster."""
+        return str(self.sbatch.get("clusters") or "")
+
     @field_validator("sbatch", mode="before")
     @classmethod
     def _no_booleans(cls, value: Any) -> Any:

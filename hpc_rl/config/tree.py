@@ -13,10 +13,13 @@ import yaml
 from hpc_rl.errors import UserError
 from hpc_rl.host.files import read_regular
 
-MOST_YAML_BYTES = 2**19
-"""Of a YAML file, of which a second of work reads about 40,000."""
+_MOST_BYTES = 2**19
+"""Of a YAML file of another user, of which a second of work reads about 40,000."""
+MOST_OWN_BYTES = 4_000_000
+"""Of a YAML file of this user. A job script, which contains a run's configuration, has at most 4 MiB (slurm.conf(5),
+max_script_size)."""
 _MOST_VALUES = 200_000
-"""Of a YAML file. One of MOST_YAML_BYTES without aliases has less."""
+"""Of a YAML file. One of _MOST_BYTES without aliases has less."""
 VALUES = frozenset({"data.train_files"})
 """Keys whose tables are values, because the keys of these tables are not options: names of files contain dots."""
 
@@ -34,6 +37,18 @@ class OversizeError(yaml.MarkedYAMLError):
     """A file is small, but its aliases would make very large values of it, or it is nested too deeply."""
 
 
+def read_yaml(path: Path, named: bool) -> bytes:
+    """Read the text of a YAML file.
+
+    Args:
+        named: see `open_regular`.
+
+    Raises:
+        OSError: it cannot be read, or has more bytes than a file of its owner may have.
+    """
+    return read_regular(path, _MOST_BYTES, named=named, most_own=MOST_OWN_BYTES)
+
+
 def compose_yaml(path: Path, named: bool = True) -> tuple[Any, yaml.Node | None]:
     """Read a YAML file into nodes. Every YAML file is read through this function.
 
@@ -44,10 +59,10 @@ def compose_yaml(path: Path, named: bool = True) -> tuple[Any, yaml.Node | None]
         the loader, whose construct_document makes values of the nodes, and the nodes; None if the file is empty.
 
     Raises:
-        OSError: it cannot be read, or has more than MOST_YAML_BYTES bytes.
+        OSError: see `read_yaml`.
         UnicodeDecodeError, YAMLError: it is not YAML.
     """
-    text = io.StringIO(read_regular(path, MOST_YAML_BYTES, named=named).decode("utf-8"))
+    text = io.StringIO(read_yaml(path, named).decode("utf-8"))
     text.name = str(path)  # PyYAML's messages name it
     loader = _Loader(text)
     try:

@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 
 from hpc_rl.config.job import JobConfig
@@ -23,7 +24,7 @@ from hpc_rl.host.scratch import SHARED
 from hpc_rl.images.run_options import image_preflight
 from hpc_rl.slurm import commands
 from hpc_rl.slurm.cluster import Partition, chosen, has_accounting, kill_wait_s, preemption
-from hpc_rl.slurm.place import here
+from hpc_rl.slurm.place import Place, here
 
 SLOW_FILE_S = 0.1
 """A local disk takes 1 to 10 ms for a small file; NFS and Lustre take 5 to 50 ms if they are not overloaded."""
@@ -39,8 +40,17 @@ def slurm_checks(slurm: SlurmConfig) -> list[Check]:
         return [
             problem("Slurm", "no sbatch on PATH", "run this on a login node, or use --local to check only this machine")
         ]
+    if slurm.clusters == "all":
+        return [warning("Slurm", "slurm.sbatch.clusters is all", "set it to the clusters that are to be checked")]
+    names = slurm.clusters.split(",")
+    found = {name: _cluster_checks(slurm, here(os.environ, name)) for name in names}
+    if len(names) == 1:
+        return found[names[0]]
+    return [replace(check, name=f"{check.name} ({name})") for name, checks in found.items() for check in checks]
+
+
+def _cluster_checks(slurm: SlurmConfig, place: Place) -> list[Check]:
     try:
-        place = here(os.environ, str(slurm.sbatch.get("clusters") or ""))
         (config, controllers), partitions = commands.configuration(place), commands.partitions(place)
     except commands.NoAnswer as error:
         return [problem("Slurm", str(error), "check that this is a login node, and the state of the cluster")]

@@ -103,7 +103,7 @@ def train(config: FinetuneConfig, run: RunDir, world: World) -> int:
     except Stopped as stopped:
         print_once(own, str(stopped))
         return EXIT_STOPPED
-    with state.saver:
+    with state.saver, state.tracker:
         code = loop(state)
     objective.leave(code)
     return code
@@ -417,6 +417,7 @@ def validate(state: TrainerState) -> dict[str, float]:
 def finish(state: TrainerState, finished_before: bool) -> int:
     """Export a finished run, close the tracker and print the result; return the exit code."""
     state.saver.wait()
+    state.tracker.name_left_out()
     done = state.step >= state.total_steps
     state.data.close(done)
     if finished_before:

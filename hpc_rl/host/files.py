@@ -122,18 +122,21 @@ def _open_in_folder(path: Path) -> tuple[int, tuple[int, ...]]:
     return file, (owner, 0) if os.geteuid() else (owner,)
 
 
-def read_regular(path: Path | str, most: int = MOST_BYTES, *, named: bool = False) -> bytes:
+def read_regular(path: Path | str, most: int = MOST_BYTES, *, named: bool = False, most_own: int = 0) -> bytes:
     """Read a whole file; see `open_regular`.
 
     Args:
         most: bytes that it may have.
+        most_own: bytes that a file of this user may have, if that is more.
 
     Raises:
         NotPlainError: it is no such file.
         OSError: it cannot be read, or is larger.
     """
     with open_regular(path, named=named) as file:
-        found = file.read(most + 1) if os.fstat(file.fileno()).st_size <= most else b" " * (most + 1)
+        state = os.fstat(file.fileno())
+        most = max(most, most_own) if state.st_uid == os.geteuid() else most
+        found = file.read(most + 1) if state.st_size <= most else b" " * (most + 1)
     if len(found) > most:
         raise OSError(errno.EFBIG, f"it has more than {most:,} bytes", str(path))
     return found

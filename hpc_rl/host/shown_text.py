@@ -11,6 +11,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from typing import IO, Any, cast
 
+from hpc_rl.host.signs_of_life import printed
+
 _COLOUR = re.compile(r"\x1b\[[\d;:]*m")
 _CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069]")
 """Control characters other than tabulators and ends of lines, and those that change the direction of writing."""
@@ -41,6 +43,7 @@ class EscapedStream:
         self.stream = stream
 
     def write(self, text: str) -> int:
+        printed()
         self.stream.write(shown(text))
         return len(text)
 

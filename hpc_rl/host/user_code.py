@@ -212,40 +212,56 @@ def _find(module: str) -> tuple[str | None, Path | None]:
     Returns:
         the part of its name that is missing (None if none is), and its source file (None if it is unknown).
     """
-    folders = [*sys.path, str(Path.cwd())]  # as look_last arranges them in the job
-    search: Sequence[str] = folders
-    parts = module.split(".")
-    origin = None
+    missing, found = _resolved(module, _folders())
+    origin = None if found is None else found.origin
+    return missing, Path(origin) if origin is not None and origin.endswith(".py") else None
+
+
+def _folders() -> list[str]:
+    """Return where the job looks for modules: the working folder is the last one; see `look_last`."""
+    here = Path.cwd()
+    is_first = not sys.flags.safe_path and bool(sys.path) and sys.path[0] in ("", str(here))
+    return [*filter(None, sys.path[is_first:]), str(here)]
+
+
+def _resolved(module: str, folders: Sequence[str], hooks: bool = True) -> tuple[str | None, ModuleSpec | None]:
+    """Find a module as `import` does, so that a folder without __init__.py gives way to any other module of its name.
+
+    Args:
+        hooks: whether to ask import hooks too: an editable installation may have no other way.
+
+    Returns:
+        the part of its name that is missing (None if none is), and what was found.
+    """
+    search, parts = folders, module.split(".")
+    found = None
     for count in range(1, len(parts) + 1):
         name = ".".join(parts[:count])
-        found = _top_level(name, folders) if count == 1 else PathFinder.find_spec(parts[count - 1], search)
+        found = (_top_level if hooks and count == 1 else PathFinder.find_spec)(parts[count - 1], search)
         if found is None:
             return name, None
         if found.submodule_search_locations is None and count < len(parts):
             return ".".join(parts[: count + 1]), None
         search = list(found.submodule_search_locations or ())
-        origin = found.origin
-    return None, Path(origin) if origin is not None and origin.endswith(".py") else None
+    return None, found
 
 
 def _top_level(name: str, folders: Sequence[str]) -> ModuleSpec | None:
-    """Find a module in folders, or else by an import hook: an editable installation may have no other way."""
-    hooks = (hook for hook in sys.meta_path if hook is not PathFinder)
-    return PathFinder.find_spec(name, folders) or next(
-        filter(None, (hook.find_spec(name, None) for hook in hooks)), None
-    )
+    """Find a module by the finders of `import`, in their order."""
+    found = (finder.find_spec(name, folders if finder is PathFinder else None) for finder in sys.meta_path)
+    return next(filter(None, found), None)
 
 
 def _refuse_shadowed(option: str, location: Location) -> None:
-    """Refuse a module of the working folder that has the name of another one, which `import` would find first."""
-    name, here = location.module.partition(".")[0], Path.cwd().resolve()
-    own = PathFinder.find_spec(name, [str(here)])
+    """Refuse a module of the working folder if `import` finds another one of its name first, or does not reach it."""
+    _, own = _resolved(location.module, [str(Path.cwd().resolve())], hooks=False)
     if own is None:
         return
-    first = _top_level(name, [*sys.path, str(here)])
-    is_pythons = name in sys.stdlib_module_names
-    if is_pythons or first is None or _place(first) != _place(own):
-        whose = "a module of Python" if is_pythons or first is None else str(_place(first))
+    _, first = _resolved(location.module, _folders())
+    if first is None or _place(first) != _place(own):
+        name = location.module.partition(".")[0]
+        other = _top_level(name, _folders())
+        whose = "a module of Python" if name in sys.stdlib_module_names or other is None else str(_place(other))
         raise UserError(
             f"{option}: {_place(own)} has the name of {whose}, which is imported instead: rename it, or name your "
             f"file, as in path/{location.module.rpartition('.')[2]}.py:{location.name}"

@@ -2,7 +2,8 @@
 
 A node reports when its part has ended. Node 0 decides when all have reported, or are lost, or are late. It writes the
 agreed exit code to the file `.outcome`, which the job script uses, prints the cause, reads the log that it shows to the
-end, and tells the others. Every node entry exits with that code, so it does not matter which of them Slurm sees first.
+end, and tells the others. Every node entry exits with that code, so it does not matter which of them Slurm sees first;
+with 0 instead of 75, so that srun reports no error about a run that has saved (`entry.code_for_srun`).
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from hpc_rl.errors import UserError
+from hpc_rl.errors import EXIT_STOPPED, UserError
 from hpc_rl.host.accelerators import DEVICES, collective_defaults, of_one_vendor
 from hpc_rl.host.deaths import remember_oom_kills
 from hpc_rl.host.disk import refuse_unwritable
@@ -21,7 +21,7 @@ from hpc_rl.node.company import Ended
 from hpc_rl.node.meeting import Meeting
 from hpc_rl.node.network import addresses_of, with_usable_interfaces
 from hpc_rl.node.usage_recorder import recording_usage
-from hpc_rl.run_dir import ENV_ATTEMPT_DIR
+from hpc_rl.run_dir import ENV_ATTEMPT_DIR, read_outcome
 from hpc_rl.slurm.allocation import Allocation, read_allocation
 
 
@@ -50,7 +50,8 @@ def run_with_others(take_part: Callable[[Allocation, Meeting], int]) -> int:
         try:
             refuse_full_disks(allocation, attempt_dir)
             meeting.arrive()
-            return recording_usage(allocation, attempt_dir, lambda: take_part(allocation, meeting))
+            code = recording_usage(allocation, attempt_dir, lambda: take_part(allocation, meeting))
+            return code_for_srun(code, attempt_dir)
         except Ended as ended:
             return ended.exit_code
         except UserError as error:
@@ -63,6 +64,14 @@ def run_with_others(take_part: Callable[[Allocation, Meeting], int]) -> int:
                 signal.signal(number, signal.SIG_IGN)
 
     return run_entry(entry)
+
+
+def code_for_srun(code: int, attempt_dir: Path) -> int:
+    """Return the exit code of a node entry: 0 also for a run that has saved and stopped, if `.outcome` says so.
+
+    The job script takes its exit code from there. For other codes than 0, srun prints errors and cancels the step.
+    """
+    return 0 if code == EXIT_STOPPED and read_outcome(attempt_dir) == EXIT_STOPPED else code
 
 
 def refuse_full_disks(allocation: Allocation, attempt_dir: Path) -> None:

@@ -9,7 +9,7 @@ import random
 import socket
 import struct
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
@@ -54,9 +54,8 @@ def choose_address(interface: str | None, peer: str | None) -> tuple[str, str]:
     if peer is None:
         return "lo", "127.0.0.1"
     named = _addresses_of(peer)
-    for peers in (named, [], [_ANYWHERE]):
-        # Slurm may have an address of a node whose name nothing else resolves (NodeAddr in slurm.conf).
-        source = _source_address(peers or _addresses_of(node_address(peer)))
+    for peers in _candidates(peer, named):
+        source = _source_address(peers)
         for name, address in addresses.items():
             if address == source and not _is_local(address):
                 return name, address
@@ -65,6 +64,14 @@ def choose_address(interface: str | None, peer: str | None) -> tuple[str, str]:
         f"no route from {socket.gethostname()} to node {peer}: {cause}; interfaces are {_listed(addresses)}, without a "
         "default route; set slurm.interface to the one between the nodes"
     )
+
+
+def _candidates(peer: str, named: list[str]) -> Iterator[list[str]]:
+    """Yield addresses of a node, the best first: the last one leads to the default route."""
+    yield named
+    # Slurm may have an address of a node whose name nothing else resolves (NodeAddr in slurm.conf).
+    yield _addresses_of(node_address(peer))
+    yield [_ANYWHERE]
 
 
 def addresses_of(names: Iterable[str]) -> list[str]:

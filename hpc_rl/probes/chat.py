@@ -15,9 +15,11 @@ from hpc_rl.config.training import ModelSource
 from hpc_rl.data.chat import as_text, ending_token_ids
 from hpc_rl.errors import UserError
 from hpc_rl.host.shown_text import escaped_output
+from hpc_rl.host.signs_of_life import doing, signs_of_life
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+    import torch
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase, TextStreamer
 
 RESET, EXIT = "/reset", "/exit"
 
@@ -46,7 +48,6 @@ class Chat:
             UserError: the conversation is longer than the model's context.
         """
         import torch
-        from transformers import TextStreamer
 
         asked = [*self.messages, {"role": "user", "content": text}]
         prompt = as_text(self.tokenizer, self.tokenizer.get_chat_template(), asked, "chat", generation_prompt=True)
@@ -67,10 +68,23 @@ class Chat:
                 max_new_tokens=self.max_tokens,
                 eos_token_id=list(self.ends),
                 pad_token_id=self.ends[0],
-                streamer=TextStreamer(self.tokenizer, skip_prompt=True, skip_special_tokens=True),
+                streamer=_streamer(self.tokenizer, self.ends),
             )
-        said = self.tokenizer.decode(found[0, length:], skip_special_tokens=True)
+        written = [token for token in found[0, length:].tolist() if token not in self.ends]
+        said = self.tokenizer.decode(written, skip_special_tokens=True)
         self.messages = [*asked, {"role": "assistant", "content": said}]
+
+
+def _streamer(tokenizer: PreTrainedTokenizerBase, ends: Sequence[int]) -> TextStreamer:
+    """Return what prints an answer while it is generated, without the token that ends it, special or not."""
+    from transformers import TextStreamer
+
+    class AnswerStreamer(TextStreamer):
+        def put(self, value: torch.Tensor) -> None:
+            if self.next_tokens_are_prompt or int(value.flatten()[-1]) not in ends:
+                super().put(value)
+
+    return AnswerStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
 
 
 def load_chat(path: str, temperature: float, max_tokens: int, trust_remote_code: bool = False) -> Chat:
@@ -142,7 +156,8 @@ def main(arguments: Sequence[str]) -> int:
         quiet_libraries()
         if options.seed is not None:
             torch.manual_seed(options.seed)
-        chat = load_chat(options.model, options.temperature, options.max_tokens, options.trust_remote_code)
+        with signs_of_life(), doing(f"loading the model {options.model}"):
+            chat = load_chat(options.model, options.temperature, options.max_tokens, options.trust_remote_code)
         with escaped_output():
             converse(chat)
     except UserError as error:

@@ -318,6 +318,7 @@ def test(state: PpoState) -> dict[str, float]:
 def finish(state: PpoState) -> int:
     """Export the model if the run is complete, write the report, and return the exit code."""
     checkpoints.wait(state)
+    state.tracker.name_left_out()
     done = state.step >= state.total_steps
     if done and state.config.trainer.export:
         state.rollout.sleep()

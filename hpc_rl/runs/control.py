@@ -113,9 +113,13 @@ def cancel(run: RunDir) -> str:
         cancel_jobs([now])
     write_atomically(run.cancelled, f"{now.job_id}\n")
     saved = newest_checkpoint(run) or saved_by(run)
-    again = f"hpc-rl requeue {run.name}" if in_slurm(run) else f"the same command with --job-name {run.name}"
-    left = f"{again} resumes from {saved}" if saved else "it had not saved anything yet"
+    left = f"{how_to_resume(run)} resumes from {saved}" if saved else "it had not saved anything yet"
     return f"cancelled job {now.job_id} of run {run.name}; {left}"
+
+
+def how_to_resume(run: RunDir) -> str:
+    """Return the command that starts a run again, which resumes from what it has saved."""
+    return f"hpc-rl requeue {run.name}" if in_slurm(run) else f"the same command with --job-name {run.name}"
 
 
 def newest_checkpoint(run: RunDir) -> str | None:
@@ -139,7 +143,8 @@ def stop(run: RunDir) -> str:
         cancel_jobs([now])
         return f"job {now.job_id} of run {run.name} was waiting; it was removed from the queue"
     ask_to_stop(run)
-    return f"run {run.name} will save as soon as it can and exit with code {EXIT_STOPPED}"
+    then = f"{how_to_resume(run)} resumes it"
+    return f"run {run.name} will save as soon as it can and exit with code {EXIT_STOPPED}; {then}"
 
 
 def ask_to_stop(run: RunDir, reason: str = "user") -> None:

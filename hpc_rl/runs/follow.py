@@ -13,6 +13,7 @@ from rich.console import Console
 from hpc_rl.host.files import Follower
 from hpc_rl.host.shown_text import shown, terminal
 from hpc_rl.run_dir import RunDir
+from hpc_rl.runs.stages import Stages
 from hpc_rl.runs.status import current_job, job_log
 from hpc_rl.tracking.metrics import Record, parse_line
 from hpc_rl.tracking.progress import ProgressView
@@ -24,11 +25,18 @@ MOST_LOG_BYTES = 2**26
 class RunView:
     """Print new lines of a run's log, above a live progress bar if the output is a terminal.
 
+    Before the first step, the bar shows the stage of the run. Without a terminal, `note` receives it.
+
     A context manager; call `poll` several times a second.
+
+    Args:
+        state: of the run, if `saw` is not called.
     """
 
-    def __init__(self, run: RunDir) -> None:
+    def __init__(self, run: RunDir, note: Callable[[str], None], state: str = "") -> None:
         self._run = run
+        self._stages = Stages(run, note, state)
+        self.saw = self._stages.saw
         self._console = Console(soft_wrap=True, highlight=False, markup=False, emoji=False, file=terminal(sys.stdout))
         self._progress = ProgressView(self._console)
         self._log: Follower | None = None
@@ -56,6 +64,10 @@ class RunView:
             self._latest = {**self._latest, **record} if self._latest.get("step") == record["step"] else record
         if records:
             self._progress.update(self._latest)
+        elif not self._console.is_terminal:
+            self._stages.poll()
+        elif stage := self._stages.text():
+            self._progress.wait(stage)
 
     def _new_lines(self) -> list[str]:
         if self._log is None:

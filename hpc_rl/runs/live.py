@@ -21,7 +21,8 @@ from hpc_rl.host.shown_text import terminal
 from hpc_rl.host.usage import read_spans
 from hpc_rl.run_dir import RunDir
 from hpc_rl.runs import control
-from hpc_rl.runs.status import RunStatus, status_of
+from hpc_rl.runs.stages import start_phase
+from hpc_rl.runs.status import status_of
 from hpc_rl.tracking.dashboard import Snapshot, printable, screen
 from hpc_rl.tracking.formatting import duration, hours
 from hpc_rl.tracking.history import read_history
@@ -108,6 +109,7 @@ class Watched:
             self._interval = min(self._interval * 1.3, control.STATE_POLL_S[1])
             self._ask()
         self._read_metrics()
+        state = self.status.state if self.status.active else ""
         return Snapshot(
             name=printable(self._run.name),
             state=self.status.state,
@@ -116,7 +118,7 @@ class Watched:
             nodes=[replace(node, node=printable(node.node)) for node in self._nodes],
             log=_last_lines(Path(self.status.log)) if self.status.log else (),
             timeline=read_timeline(self._run.timeline, self._records[-1]["step"] if self._records else 0),
-            phase=start_phase(self.status, self._run.attempts()),
+            phase=start_phase(state, self._run.attempts(), self._run.config.exists()),
             explanation=self._explanation,
         )
 
@@ -167,20 +169,6 @@ def _keys() -> Iterator[Callable[[float], str]]:
         yield pressed
     finally:
         termios.tcsetattr(descriptor, termios.TCSADRAIN, before)
-
-
-def start_phase(now: RunStatus, attempts: Sequence[Path]) -> str:
-    """Describe what a run does before its first step, by the files that its attempt has so far."""
-    if not now.active:
-        return ""
-    if now.state == "PENDING":
-        return "waiting in the queue"
-    names = {path.name for path in attempts[-1].iterdir()} if attempts else set()
-    if not any(name.startswith("node") for name in names):
-        return "starting: the job script prepares the nodes"
-    if "node0-driver.log" in names or any("-rank" in name and name.startswith("node") for name in names):
-        return "starting: the program loads model and data; waiting for the first step"
-    return "starting: the nodes connect to each other"
 
 
 def _last_lines(path: Path) -> list[str]:

@@ -11,6 +11,7 @@ import time
 from collections.abc import Iterable, Sequence
 
 from hpc_rl.errors import UserError
+from hpc_rl.host.signs_of_life import doing
 from hpc_rl.slurm import cluster
 from hpc_rl.slurm.accounting import COLUMNS, Start, read_starts
 from hpc_rl.slurm.place import NoAnswer as NoAnswer
@@ -221,10 +222,10 @@ def configuration(place: Place | None = None) -> tuple[dict[str, str], dict[str,
     return cluster.read_config(text), cluster.read_controllers(text)
 
 
-def max_array_size() -> int:
-    """Most tasks that an array may have on this cluster; Slurm's default if it cannot be asked (slurm.conf(5))."""
+def max_array_size(place: Place) -> int:
+    """Most tasks that an array may have on a cluster; Slurm's default if it cannot be asked (slurm.conf(5))."""
     try:
-        config, _ = configuration() if available() else ({}, {})
+        config, _ = configuration(place) if available() else ({}, {})
     except NoAnswer:
         config = {}
     return int(config.get("MaxArraySize", 1001)) - 1
@@ -321,9 +322,10 @@ def _run(
     command = [argv[0], *place.words(argv[0]), *argv[1:]]
     timeout = TIMEOUT_S if deadline is None else max(_LEAST_S, deadline - time.monotonic())
     try:
-        return subprocess.run(
-            command, env=place.environment(os.environ), capture_output=True, text=True, timeout=timeout, check=False
-        )
+        with doing(f"waiting for Slurm ({argv[0]})"):
+            return subprocess.run(
+                command, env=place.environment(os.environ), capture_output=True, text=True, timeout=timeout, check=False
+            )
     except FileNotFoundError:
         return None
     except subprocess.TimeoutExpired as error:

@@ -17,10 +17,19 @@ CLUSTERS = ("SBATCH_CLUSTERS", "SLURM_CLUSTERS")
 """Variables that choose a cluster, the one that counts first."""
 DEFAULT_FILES = ("/etc/slurm/slurm.conf", "/run/slurm/conf/slurm.conf", "/etc/slurm-llnl/slurm.conf")
 """Where Slurm looks without SLURM_CONF."""
-_KEPT = re.compile(r"SLURM_(CONF|CONF_SERVER|JWT|SACK_\w+|DEBUG_FLAGS|EXIT_ERROR)")
-"""Variables of a user's shell that find the controller, prove who asks, or affect messages only. The other variables
-SLURM_* are those of an allocation, or change what programs print."""
-_PREFIXES = ("SLURM_", "SQUEUE_", "SACCT_", "SINFO_", "SCONTROL_", "SCANCEL_", "SACCTMGR_", "SRUN_")
+_OF_ALLOCATION = re.compile(
+    r"SLURM_(\w+_HET_GROUP_\d+|ARRAY_\w+|CLUSTER_NAME|CONTAINER|CPU_BIND\w*|CPU_FREQ_REQ|CPUS_\w+|DIST_PLANESIZE|"
+    r"DISTRIBUTION|EXPORT_ENV|GET_USER_ENV|GPU_BIND|GPU_FREQ|GPUS(_\w+)?|GTIDS|HET_SIZE|JOB_\w+|JOBID|"
+    r"LAUNCH_NODE_IPADDR|LOCALID|MEM_BIND\w*|MEM_PER_\w+|NNODES|NODE_ALIASES|NODEID|NODELIST|NPROCS|NTASKS(_\w+)?|"
+    r"OOM_KILL_STEP|OVERCOMMIT|PRIO_PROCESS|PROCID|PROFILE|PTY_\w+|RESTART_COUNT|RLIMIT_\w+|SCRIPT_CONTEXT|"
+    r"SEGMENT_SIZE|SHARDS_ON_NODE|SRUN_COMM_\w+|STEP_(?!GRES|KILLED)\w+|STEPID|SUBMIT_\w+|TASK_PID|TASKS_PER_NODE|"
+    r"THREADS_PER_CORE|TOPOLOGY_\w+|TRES_\w+|UMASK|WORKING_CLUSTER)|SLURMD_NODENAME|SRUN_(DEBUG|CPUS_PER_TASK)"
+)
+"""Variables that sbatch, salloc and srun set in an allocation (their manual pages, OUTPUT ENVIRONMENT VARIABLES, from
+22.05 to 25.11, and those that they set without a description). Those of srun's options that a user may set too are
+among them. Job scripts set SRUN_CPUS_PER_TASK."""
+_OF_OUTPUT = ("SQUEUE_", "SACCT_", "SINFO_", "SCONTROL_", "SCANCEL_", "SACCTMGR_")
+"""Beginnings of variables that change what one program prints or does."""
 _FIXED = {"SLURM_TIME_FORMAT": "standard", "SLURM_BITSTR_LEN": "0"}
 """Times as hpc-rl reads them, and never `12_[1,3,...]` (sacct's manual page)."""
 _WITHOUT_CLUSTERS = ("sacctmgr",)
@@ -58,7 +67,11 @@ class Place:
         Raises:
             NoAnswer: this machine does not have the configuration that the job was submitted with.
         """
-        kept = {key: value for key, value in environ.items() if _KEPT.fullmatch(key) or not key.startswith(_PREFIXES)}
+        kept = {
+            key: value
+            for key, value in environ.items()
+            if key not in CLUSTERS and not key.startswith(_OF_OUTPUT) and not _OF_ALLOCATION.fullmatch(key)
+        }
         if self.is_recorded:
             conf = self._conf_here(environ)
             kept.pop("SLURM_CONF", None)
@@ -66,6 +79,16 @@ class Place:
             if self.server and not conf:
                 kept["SLURM_CONF_SERVER"] = self.server
         return kept | _FIXED
+
+    def may_be_in(self, clusters: str) -> bool:
+        """Return whether a job with this value of --clusters may go here.
+
+        Where nothing was recorded, the job of an earlier version may have been in any cluster that its script names.
+        """
+        names = clusters.lower().split(",")
+        if clusters in ("", "all") or not (self.cluster or self.is_recorded):
+            return True
+        return (self.cluster.lower() or self.name) in names
 
     def record(self) -> dict[str, str]:
         """Return the fields of job.json."""

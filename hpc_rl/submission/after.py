@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,7 +12,7 @@ from hpc_rl.run_dir import RunDir
 from hpc_rl.runs.run_sets import find_run_set
 from hpc_rl.runs.status import NOT_SUBMITTED, UNKNOWN, find_run, in_slurm, place_of, statuses_of
 from hpc_rl.slurm import commands
-from hpc_rl.slurm.place import Place, here
+from hpc_rl.slurm.place import Place, is_single
 
 COMPLETED = "COMPLETED"
 
@@ -51,8 +50,11 @@ def is_coming(path: str, coming: frozenset[Path]) -> bool:
     return not coming.isdisjoint([place, *place.parents]) and not place.exists()
 
 
-def find_after(target: str) -> After:
+def find_after(target: str, place: Place) -> After:
     """Find the jobs that `--after TARGET` names: a run, a sweep, a pipeline, or any Slurm job.
+
+    Args:
+        place: the cluster of the new job, in which a job of another program has to be.
 
     Raises:
         UserError: there is no such job, or it did not complete successfully, so that a job after it would never start.
@@ -61,7 +63,7 @@ def find_after(target: str) -> After:
     if several is not None:
         return _after_runs(target, several.path, several.runs())
     if target.isdigit():
-        return _after_job(target)
+        return _after_job(target, place)
     run = find_run(target)
     return _after_runs(target, run.path, [run])
 
@@ -73,7 +75,7 @@ def find_after_again(found: Sequence[RunDir]) -> After | None:
         UserError: as `find_after`.
     """
     target = found[0].read_job().get("after")
-    return None if not target or any(map(_has_started, found)) else find_after(str(target))
+    return None if not target or any(map(_has_started, found)) else find_after(str(target), place_of(found[0]))
 
 
 def _has_started(run: RunDir) -> bool:
@@ -112,8 +114,12 @@ def results_of(run: RunDir) -> set[Path]:
     return {row.result_in(run.path), *([run.responses] if row.name == "eval" else [])}
 
 
-def _after_job(job_id: str) -> After:
-    place = here(os.environ)
+def _after_job(job_id: str, place: Place) -> After:
+    if not is_single(place.cluster):
+        raise UserError(
+            f"--after {job_id}: the job may go to several clusters ({place.cluster}), each of which has job ids of its "
+            "own: set slurm.sbatch.clusters to the one that has this job"
+        )
     if not commands.available():  # the script is rendered here and submitted on another machine
         return After(job_id, (job_id,))
     try:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 from hpc_rl.config.kinds import trained
 from hpc_rl.config.training import TrainingConfig
-from hpc_rl.errors import UserError
+from hpc_rl.errors import UnclearError, UserError
 from hpc_rl.run_dir import RunDir
 from hpc_rl.runs.control import cancel_ids
 from hpc_rl.runs.status import place_of
@@ -72,6 +72,7 @@ def submit(stages: Sequence[Stage]) -> list[tuple[Job, str]]:
     """Queue every stage, to start when the previous stage has completed; return the jobs and their ids.
 
     Raises:
+        UnclearError: a stage may be in the queue. The stages before it are cancelled, and all run directories stay.
         UserError: sbatch refused a stage. Then the stages before it are cancelled, and nothing is left behind.
     """
     made = []
@@ -86,6 +87,9 @@ def submit(stages: Sequence[Stage]) -> list[tuple[Job, str]]:
                 before, job_id = submitted[-1]
                 job = _on_model_of(job, before.run_dir, (job_id,))
             submitted.append((job, queue.submit(job, render(job))))
+    except UnclearError:
+        made.clear()
+        raise
     finally:
         if len(submitted) < len(stages):
             if submitted:

@@ -19,8 +19,9 @@ from typing import Any
 from submitit.core.utils import FailedJobError
 from submitit.slurm.slurm import SlurmExecutor, SlurmInfoWatcher, SlurmJob
 
-from hpc_rl.errors import UserError
+from hpc_rl.errors import UnclearError, UserError
 from hpc_rl.host.search_path import without_empty_entries
+from hpc_rl.host.signs_of_life import doing
 from hpc_rl.slurm import commands
 from hpc_rl.slurm.place import CLUSTERS, Place, changed_words, here, is_single
 from hpc_rl.submission.directives import clusters_of, overruled
@@ -29,7 +30,8 @@ SUBMIT_TIMEOUT_S = 120
 """A site's submit plugin may be slow, and an interrupted submission may still have been accepted."""
 
 
-_NOT_RUN = (124, 126, 127)
+_TIME_OVER = 124
+_NOT_RUN = (_TIME_OVER, 126, 127)
 """Exit codes of timeout(1): the time is over, or the program cannot be executed, or is missing."""
 
 
@@ -37,6 +39,12 @@ _ANSWER = re.compile(r"(?:(\d+)|Submitted batch job (\d+))(?:(?:;| on cluster )(
 """sbatch's answer, with --parsable or without it (sbatch(1))."""
 
 
+_UNCLEAR = re.compile("timed out on send/recv|receive failure|zero bytes were transmitted", re.IGNORECASE)
+"""Errors of sbatch after the controller may have received the job."""
+_LOOK = (
+    "The job may be in the queue, so its files stay: look for it with squeue --me, and end it with scancel before you "
+    "submit again"
+)
 _UNREACHABLE = re.compile("Unable to contact slurm controller|establish a configuration source", re.IGNORECASE)
 
 
@@ -86,14 +94,17 @@ class ScriptExecutor(SlurmExecutor):
         """Submit the script with sbatch.
 
         Raises:
+            UnclearError: the job may be in the queue.
             UserError: sbatch refused; the message quotes it.
         """
         try:
             # submitit both prints and raises sbatch's error; one message is enough.
-            with contextlib.redirect_stderr(io.StringIO()):
+            with doing("waiting for Slurm (sbatch)"), contextlib.redirect_stderr(io.StringIO()):
                 job = self._submit_command("")
         except FailedJobError as error:
             reason = refused_because(str(error))
+            if _is_unclear(error.__cause__, reason):
+                raise UnclearError(f"sbatch did not state whether it accepted the job: {reason}. {_LOOK}") from error
             if _UNREACHABLE.search(reason):
                 raise UserError(
                     f"sbatch cannot reach Slurm ({reason}): on a login node of a cluster, try again later; elsewhere, "
@@ -128,7 +139,8 @@ def refusal(script: str) -> str | None:
         NoAnswer: sbatch is missing, or takes too long.
     """
     command = [*_sbatch(script, place_for(script, os.environ), commands.TIMEOUT_S), "--test-only"]
-    done = subprocess.run(command, input=script, capture_output=True, text=True, check=False)
+    with doing("waiting for Slurm (sbatch --test-only)"):
+        done = subprocess.run(command, input=script, capture_output=True, text=True, check=False)
     if done.returncode in _NOT_RUN:
         raise commands.NoAnswer(f"sbatch --test-only does not answer within {commands.TIMEOUT_S} s, or is missing")
     return refused_because(done.stderr) if done.returncode else None
@@ -156,7 +168,7 @@ def submitted(stdout: str) -> tuple[str, str]:
     A wrapper of a site may print other lines, or leave out --parsable.
 
     Raises:
-        UserError: no line is sbatch's answer, or several lines with different answers could be.
+        UnclearError: no line is sbatch's answer, or several lines with different answers could be.
     """
     found = {
         (match[1] or match[2], match[3] or "")
@@ -165,11 +177,17 @@ def submitted(stdout: str) -> tuple[str, str]:
     }
     if len(found) != 1:
         shown = "; ".join(line.strip() for line in stdout.splitlines() if line.strip())[-300:]
-        raise UserError(
-            f"sbatch accepted the job, but its output does not state one job id: {shown or 'it is empty'}. Nothing was "
-            "cancelled: find the job with squeue --me, and end it with scancel before you submit again"
+        raise UnclearError(
+            f"sbatch accepted the job, but its output does not state one job id: {shown or 'it is empty'}. {_LOOK}"
         )
     return found.pop()
+
+
+def _is_unclear(cause: BaseException | None, reason: str) -> bool:
+    """Return whether the controller may have accepted a job although sbatch has failed, or was ended."""
+    if not isinstance(cause, subprocess.CalledProcessError) or cause.returncode < 0:
+        return True
+    return cause.returncode == _TIME_OVER or _UNCLEAR.search(reason) is not None
 
 
 def refused_because(stderr: str) -> str:

@@ -27,13 +27,14 @@ class Point:
         return [f"{key}={value}" for key, value in self.values.items()]
 
 
-def grid(words: Sequence[str], most: Callable[[], int]) -> tuple[list[str], list[Point]]:
+def grid(words: Sequence[str], most: Callable[[Sequence[str]], int]) -> tuple[list[str], list[Point]]:
     """Return the options common to all points, and every combination of the swept values; the last key changes fastest.
 
     A comma separates values if it is outside brackets and quotes: `betas=[0.9,0.95],[0.9,0.99]` has two values.
 
     Args:
-        most: returns the cluster's limit on the tasks of an array; called only for a sweep above Slurm's default.
+        most: returns the limit on the tasks of an array in the cluster of a point with these words; called only for a
+            sweep above Slurm's default.
 
     Raises:
         UserError: a list is malformed, no key has several values, or there are too many combinations.
@@ -53,7 +54,9 @@ def grid(words: Sequence[str], most: Callable[[], int]) -> tuple[list[str], list
             "nothing to sweep: give a key several values, such as optim.lr=1e-5,3e-5; for one run use `hpc-rl submit`"
         )
     count = math.prod(map(len, swept.values()))
-    if count > DEFAULT_MOST and count > (limit := most()):
+    if count > DEFAULT_MOST and count > (
+        limit := most([*common, *(f"{key}={values[0]}" for key, values in swept.items())])
+    ):
         sizes = " x ".join(f"{key}: {len(values)}" for key, values in swept.items())
         raise UserError(
             f"the sweep has {count} points ({sizes}), but this cluster allows at most {limit} tasks per array "

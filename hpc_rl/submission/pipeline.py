@@ -17,7 +17,7 @@ from hpc_rl.config.groups import groups
 from hpc_rl.config.pipeline import ROUND, PlannedStage, expand, load_pipeline
 from hpc_rl.config.training import TrainingConfig
 from hpc_rl.config.tree import read_options
-from hpc_rl.errors import UserError
+from hpc_rl.errors import UnclearError, UserError
 from hpc_rl.host.files import write_atomically
 from hpc_rl.run_dir import submitting
 from hpc_rl.runs.control import cancel_ids
@@ -111,10 +111,12 @@ def submit(planned: Plan) -> list[str]:
     """Create all run directories, queue every stage after the one before it, and return the job ids.
 
     Raises:
+        UnclearError: a stage may be in the queue. The stages before it are cancelled, and all run directories stay.
         UserError: sbatch refused a stage, or another process has just created the folder. Then nothing is left behind.
     """
     folder = planned.folder
     job_ids: list[str] = []
+    keeps = False
     if not queue.reserve(folder.path):
         raise UserError(f"{folder.path} has just been created by another process: choose another --job-name")
     try:
@@ -125,11 +127,15 @@ def submit(planned: Plan) -> list[str]:
                     place = place_of(planned.jobs[0].run_dir)
                     job = replace(job, after=replace(job.after, job_ids=(job_ids[-1],), place=place))
                 job_ids.append(queue.submit(job, script))
+    except UnclearError:
+        keeps = True
+        raise
     finally:
         if len(job_ids) < len(planned.jobs):
             if job_ids:
                 cancel_ids((job_id, planned.jobs[0].run_dir) for job_id in job_ids)
-            queue.remove(folder.path)
+            if not keeps:
+                queue.remove(folder.path)
     return job_ids
 
 

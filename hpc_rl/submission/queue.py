@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import stat
 import tempfile
@@ -12,21 +13,22 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from hpc_rl.errors import UserError
+from hpc_rl.errors import UnclearError, UserError
 from hpc_rl.host import git
 from hpc_rl.host.files import write_atomically
 from hpc_rl.host.processes import held_interrupts
 from hpc_rl.host.secrets import hidden, refuse_secrets
+from hpc_rl.host.signs_of_life import doing
 from hpc_rl.run_dir import SHARED_MODE, SUBMISSION, RunDir, submitting
 from hpc_rl.runs import control
 from hpc_rl.runs.folders import remember
 from hpc_rl.runs.status import ROOT, is_run
 from hpc_rl.slurm import commands
-from hpc_rl.slurm.place import Place
+from hpc_rl.slurm.place import Place, is_single
 from hpc_rl.submission.after import After
 from hpc_rl.submission.directives import clusters_of
 from hpc_rl.submission.job import Job
-from hpc_rl.submission.script import support_text
+from hpc_rl.submission.script import write_support
 
 GIT_MAX_BYTES = 1_000_000
 
@@ -96,7 +98,7 @@ def prepare(job: Job, script: str, code: str | None = None) -> None:
     if job.config.slurm.group is not None:
         share(job.run_dir.path, job.config.slurm.group)
     write_atomically(job.run_dir.script, script, forbidden=0o022)
-    write_atomically(job.run_dir.support, support_text(), forbidden=0o022)
+    write_support(script, job.run_dir.support)
     write_atomically(job.run_dir.git, git_snapshot(job.working_dir) if code is None else code)
 
 
@@ -114,14 +116,15 @@ def share(folder: Path, group: str) -> None:
         raise UserError(f"slurm.group {group}: {reason}; choose a group that `id` lists for you") from error
 
 
-def record(job: Job, job_id: str, place: Place | None = None, **more: object) -> None:
+def record(job: Job, job_id: str | None, place: Place | None = None, **more: object) -> None:
     """Write job.json, and remember where the run is.
 
     Args:
+        job_id: None if it is not known: the job states it in status.json when it starts.
         place: the cluster of the job, if Slurm has queued it.
     """
     facts = {
-        "job_id": job_id,
+        **({} if job_id is None else {"job_id": job_id}),
         **({} if place is None else {"place": place.record()}),
         "kind": job.kind,
         "submitted": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
@@ -168,19 +171,35 @@ def submit(job: Job, script: str) -> str:
     """Queue the script of a job and return the job id.
 
     Raises:
+        UnclearError: the job may be in the queue. A new run directory stays.
         UserError: sbatch refused. Then, and after Ctrl-C, nothing is left behind.
     """
+    waits = {"after": job.after.target} if job.after else {}
     with reserved(job) as is_new:
         job.run_dir.stop.unlink(missing_ok=True)  # written for an earlier job
-        queued = None
+        keeps = not is_new
         try:
             prepare(job, script)
             queued = queue_after(script, job.after)
+            keeps = True
+        except UnclearError:
+            keeps = True
+            if is_new:
+                record(job, None, asked_place(script, job.after), **waits)
+            raise
         finally:
-            if queued is None and is_new:
+            if not keeps:
                 remove(job.run_dir.path)
-        record(job, queued.job_id, queued.place, **({"after": job.after.target} if job.after else {}))
+        record(job, queued.job_id, queued.place, **waits)
         return queued.job_id
+
+
+def asked_place(script: str, after: After | None) -> Place | None:
+    """Return the cluster that a script is submitted to; None if Slurm chooses one of several."""
+    from hpc_rl.submission.executor import place_for
+
+    found = (after.place if after else None) or place_for(script, os.environ)
+    return found if is_single(found.cluster) else None
 
 
 @dataclass(frozen=True)
@@ -232,7 +251,7 @@ def queue(script: str, options: Sequence[str] = (), place: Place | None = None) 
     from hpc_rl.submission.executor import ScriptExecutor
 
     asked = clusters_of(script)
-    if place is not None and asked not in ("", "all") and place.cluster not in asked.split(","):
+    if place is not None and not place.may_be_in(asked):
         raise UserError(
             f"the job has --clusters={asked}, but its run, or the job that it waits for, is in {_named(place)}: leave "
             "the option out, or submit it as a new run with another --job-name"
@@ -256,6 +275,7 @@ def remove(folder: Path) -> None:
         folder.parent.rmdir()
 
 
+@doing("recording the state of the code with git")
 def git_snapshot(folder: Path) -> str:
     """Describe commit, branch and uncommitted changes of the repository that contains a folder, if there is one."""
     head = git.commit(folder)

@@ -20,6 +20,7 @@ from hpc_rl.runs.models import models_of_runs
 from hpc_rl.runs.status import ROOT
 from hpc_rl.sites.profile import load_profile
 from hpc_rl.slurm.commands import NodeListing
+from hpc_rl.slurm.place import here
 from hpc_rl.slurm.states import run_dir_of_script
 from hpc_rl.submission import queue
 from hpc_rl.submission.after import find_after
@@ -117,7 +118,7 @@ def job_of(request: Request, config: JobConfig, taken: frozenset[str], devices: 
         raise UserError(
             f"job name {name!r}: use letters, digits, '.', '_' and '-', and begin with a letter, a digit or '_'"
         )
-    after = None if request.after is None else find_after(request.after)
+    after = None if request.after is None else find_after(request.after, here(os.environ, config.slurm.clusters))
     if after is not None and "dependency" in config.slurm.sbatch:
         raise UserError("--after and --sbatch dependency=... set the same option of sbatch: use only one of them")
     stem, is_named = name or request.kind, request.run_dir is not None or name is not None

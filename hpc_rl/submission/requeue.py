@@ -91,7 +91,7 @@ def _from_within(run: RunDir, now: RunStatus, script: str) -> str:
             f"run {run.name} was not queued by Slurm: stop it, and run the command that started it again, "
             f"with --job-name {run.name}"
         )
-    if "scontrol requeue" not in script:
+    if not re.search(r"^requeue='yes'|scontrol requeue", script, re.MULTILINE):
         raise UserError(
             f"job {now.job_id} of run {run.name} was submitted with slurm.requeue=false: "
             f"run hpc-rl stop {run.name} first, then hpc-rl requeue {run.name}"

@@ -15,8 +15,10 @@ from hpc_rl.config.compose import dump
 from hpc_rl.config.job import JobConfig
 from hpc_rl.config.ray import RayJobConfig
 from hpc_rl.config.slurm import SlurmConfig
+from hpc_rl.config.tree import MOST_OWN_BYTES
 from hpc_rl.errors import UserError
 from hpc_rl.host.bounds import cpu_seconds
+from hpc_rl.host.files import read_regular, write_atomically
 from hpc_rl.host.ownership import refuse_foreign
 from hpc_rl.host.secrets import refuse_secrets
 from hpc_rl.host.shipped import shipped
@@ -48,6 +50,37 @@ def render(job: Job) -> str:
 def support_text() -> str:
     """Return support.sh, the functions of bash that every job script finds in its run directory."""
     return (shipped("slurm_templates") / "support.sh").read_text()
+
+
+def write_support(script: str, path: Path) -> None:
+    """Write support.sh, the file of functions for a job script, or keep the one that was written for it.
+
+    Raises:
+        UserError: another version of hpc-rl has rendered the script, and its file is not there any more.
+    """
+    text = support_text()
+    wanted = _SUPPORT_SUM.search(script)
+    if wanted is None and path.is_file():
+        return  # the script of a template or a version that does not compare
+    if wanted is None or wanted[1] == _sum(text):
+        write_atomically(path, text, forbidden=0o022)
+        return
+    try:
+        found = read_regular(path)
+    except OSError:
+        found = b""
+    if _sum(found.decode(errors="replace")) != wanted[1]:
+        raise UserError(
+            f"the job script was rendered by another version of hpc-rl, and {path} is not that version's file: render "
+            "the script again (hpc-rl render), and repeat your edits"
+        )
+
+
+_SUPPORT_SUM = re.compile(r"sha256sum\)\" != '([0-9a-f]{64})  -'")
+
+
+def _sum(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def render_container(job: Job) -> str:
@@ -140,7 +173,7 @@ _RESERVED = re.compile("if|then|else|elif|fi|case|esac|for|select|while|until|do
 
 def _values(job: Job) -> dict[str, Any]:
     config = job.config
-    config_text = dump(config).rstrip() if job.row.trainer else None
+    config_text = _config_text(job) if job.row.trainer else None
     has_image = config.container.image is not None
     inside = run_options.has_container_script(config.container)
     container_text = render_container(job).rstrip() if inside else None
@@ -170,9 +203,25 @@ def _values(job: Job) -> dict[str, Any]:
         "start_timeout_key": _start_timeout_of(config)[0],
         "requeue": config.slurm.requeue,
         "max_node_failures": config.slurm.max_node_failures,
+        "support_sum": _sum(support_text()),
         "node_options": " ".join(map(bash_word, node_options(config))),
         "program": program_text(job),
     }
+
+
+def _config_text(job: Job) -> str:
+    """Return the configuration as the job will read it.
+
+    Raises:
+        UserError: it is larger than what can be read.
+    """
+    text = dump(job.config).rstrip()
+    if len(text) > MOST_OWN_BYTES:
+        raise UserError(
+            f"the configuration has {len(text):,} bytes, and a job script at most {MOST_OWN_BYTES:,}: if it is long "
+            "because of its data files, join them into fewer, larger ones"
+        )
+    return text
 
 
 def _start_timeout_of(config: JobConfig) -> tuple[str, int]:

@@ -10,7 +10,8 @@ from dataclasses import dataclass, replace
 
 from hpc_rl import __version__
 from hpc_rl.config.compose import compose_each
-from hpc_rl.errors import UserError
+from hpc_rl.config.job import JobConfig
+from hpc_rl.errors import UnclearError, UserError
 from hpc_rl.host.files import write_atomically
 from hpc_rl.run_dir import submitting
 from hpc_rl.runs.models import models_of_runs
@@ -18,6 +19,7 @@ from hpc_rl.runs.run_sets import SweepDir
 from hpc_rl.runs.status import ROOT
 from hpc_rl.sites.profile import load_profile
 from hpc_rl.slurm import commands
+from hpc_rl.slurm.place import here
 from hpc_rl.submission import queue
 from hpc_rl.submission.devices import Devices
 from hpc_rl.submission.directives import LOGIN_SHELL, directives, environment_notes, option_of
@@ -56,15 +58,15 @@ def plan(request: Request, max_parallel: int | None) -> Plan:
     Raises:
         UserError: a point's configuration is invalid, or the points request different resources from Slurm.
     """
-    common, points = grid(request.overrides, commands.max_array_size)
-    devices = Devices()
     request.trust_its_group()
     site = load_profile(request.site).values
-    swept = [point.overrides for point in points]
-    models = models_of_runs(may_come=request.after is not None)
-    configs = compose_each(
-        request.kind, common, swept, request.settings, site, [models, devices.fill_in], request.typed
-    )
+    models, devices = models_of_runs(may_come=request.after is not None), Devices()
+
+    def composed(words: Sequence[str], each: Sequence[Sequence[str]]) -> list[JobConfig]:
+        return compose_each(request.kind, words, each, request.settings, site, [models, devices.fill_in], request.typed)
+
+    common, points = grid(request.overrides, lambda words: _most_tasks(composed(words, [()])[0]))
+    configs = composed(common, [point.overrides for point in points])
     stem = free_name(f"{request.kind}-sweep")
     first = job_of(request, configs[0], frozenset(), devices)
     sweep = SweepDir((typed_run_dir(request) or ROOT / (configs[0].slurm.job_name or stem)).absolute())
@@ -81,6 +83,11 @@ def plan(request: Request, max_parallel: int | None) -> Plan:
     _check_same_resources(points, scripts)
     script = array_script(sweep, request.kind, scripts, max_parallel)
     return Plan(sweep, points, found, scripts, script, [*notes, *environment_notes(os.environ, script)])
+
+
+def _most_tasks(config: JobConfig) -> int:
+    """Return the most tasks of an array in the cluster of a job, or in any of its clusters."""
+    return min(commands.max_array_size(here(os.environ, cluster)) for cluster in config.slurm.clusters.split(","))
 
 
 def array_script(sweep: SweepDir, kind: str, scripts: Sequence[str], max_parallel: int | None) -> str:
@@ -110,6 +117,7 @@ def submit(planned: Plan) -> str:
     """Create every run directory, queue the array and return its job id. If sbatch refuses, nothing is left behind.
 
     Raises:
+        UnclearError: the array may be in the queue. The run directories stay.
         UserError: sbatch refused, or another process has just created a sweep of this name.
     """
     sweep = planned.sweep
@@ -120,7 +128,8 @@ def submit(planned: Plan) -> str:
 
 
 def _submit(planned: Plan) -> str:
-    sweep, after, queued = planned.sweep, planned.jobs[0].after, None
+    sweep, after, keeps = planned.sweep, planned.jobs[0].after, False
+    waits = {"after": after.target} if after else {}
     try:
         if (group := planned.jobs[0].config.slurm.group) is not None:
             queue.share(sweep.path, group)
@@ -136,11 +145,16 @@ def _submit(planned: Plan) -> str:
         }
         write_atomically(sweep.record, json.dumps(record, indent=2) + "\n")
         queued = queue.queue_after(planned.script, after)
+        keeps = True
+    except UnclearError:
+        keeps = True
+        for job in planned.jobs:
+            queue.record(job, None, queue.asked_place(planned.script, after), **waits)
+        raise
     finally:
-        if queued is None:
+        if not keeps:
             queue.remove(sweep.path)
     for number, job in enumerate(planned.jobs, 1):
-        waits = {"after": after.target} if after else {}
         queue.record(job, f"{queued.job_id}_{number}", queued.place, **waits)
     return queued.job_id
 

@@ -29,7 +29,7 @@ class ProgressView:
             TextColumn("[bold]step"), MofNCompleteColumn(), BarColumn(bar_width=None), console=console, expand=True
         )
         self._task = self._progress.add_task("", total=None)
-        self._live = Live(self._rows("waiting for the first step"), console=console) if console.is_terminal else None
+        self._live = Live(self._rows(""), console=console) if console.is_terminal else None
 
     def __enter__(self) -> Self:
         if self._live is not None:
@@ -47,6 +47,11 @@ class ProgressView:
         if self._live is not None:
             self._progress.update(self._task, completed=latest["step"], total=latest.get("total_steps"))
             self._live.update(self._rows(" · ".join([*learning(latest), *rates(latest)])))
+
+    def wait(self, what: str) -> None:
+        """Show what the run does before its first step."""
+        if self._live is not None:
+            self._live.update(self._rows(what))
 
     def _rows(self, numbers: str) -> Group:
         return Group(self._progress, Text(numbers, style="cyan"))

@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from hpc_rl.config.pipeline import ROUND
-from hpc_rl.config.tree import MOST_YAML_BYTES, read_options
-from hpc_rl.host.files import read_regular
+from hpc_rl.config.tree import read_options, read_yaml
 from hpc_rl.host.usage import NodeUsage, read_usage
 from hpc_rl.run_dir import RunDir
 from hpc_rl.tracking.evaluations import Evaluation, read_evaluation
@@ -81,7 +80,7 @@ def read_run(run: RunDir) -> Recorded:
 def read_config(path: Path) -> str:
     """Return config.yaml as text; empty if there is none, or it is no file of the run's owner."""
     try:
-        return read_regular(path, MOST_YAML_BYTES).decode(errors="replace")
+        return read_yaml(path, named=False).decode(errors="replace")
     except OSError:
         return ""
 

@@ -6,10 +6,12 @@ import contextlib
 import json
 import time
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from types import TracebackType
+from typing import Any, Protocol, Self
 
 from hpc_rl.config.job import CacheConfig
 from hpc_rl.config.training import RecordedConfig
+from hpc_rl.errors import RunError
 from hpc_rl.host.files import LineFile
 from hpc_rl.run_dir import RunDir
 from hpc_rl.tracking.formatting import step_line
@@ -18,7 +20,7 @@ from hpc_rl.tracking.timeline import Timeline, write_timeline
 from hpc_rl.tracking.wandb_run import WandbRun
 
 _CONSOLE_EVERY_S = 1.0
-"""At most one console line is printed in this time; metrics.jsonl has all steps."""
+"""At most one step is shown on the console in this time. The next line names those that were left out."""
 
 
 class RecordedJob(Protocol):
@@ -49,6 +51,9 @@ def open_tracker(config: RecordedJob, run: RunDir, wandb_id: str | None, is_main
 
 class Tracker:
     """The metrics of one run, written by its main process; in other processes every method does nothing.
+
+    A context manager around the training: before an error it names the last steps that the console has not shown, and
+    then it closes everything, because wandb would otherwise show the run as still running.
 
     Args:
         config: the resolved configuration, shown in wandb.
@@ -85,11 +90,22 @@ class Tracker:
         self._first: tuple[int, float] | None = None
         self._last_line = float("-inf")
         self._step: int | None = None
+        self._left_out: list[int] = []
         if is_main and "wandb" in loggers:
             self._wandb = WandbRun(
                 run_dir, config, project=project, name=name, mode=wandb_mode, proxy=wandb_proxy, run_id=wandb_id
             )
             self._wandb_id = self._wandb.id
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.name_left_out()
+        if error is not None:
+            self.finish(RunError.exit_code)
 
     @property
     def wandb_id(self) -> str | None:
@@ -111,7 +127,10 @@ class Tracker:
         is_due = step == total_steps or time.monotonic() - self._last_line >= _CONSOLE_EVERY_S
         if self._console and (is_validation or (is_new and is_due)):
             self._last_line = time.monotonic()
+            self.name_left_out(besides=step)
             print(step_line(record), flush=True)
+        elif self._console and is_new:
+            self._left_out.append(step)
         if self._wandb is not None:
             self._wandb.log(step, metrics)
 
@@ -142,6 +161,13 @@ class Tracker:
             self._samples.flush()
         if self._wandb is not None:
             self._wandb.finish(exit_code)
+
+    def name_left_out(self, besides: int | None = None) -> None:
+        """Print which steps the console has not shown since its last line."""
+        steps, self._left_out = [step for step in self._left_out if step != besides], []
+        if steps:
+            which = f"step {steps[0]}" if len(steps) == 1 else f"steps {steps[0]} to {steps[-1]}"
+            print(f"{which}: see metrics.jsonl", flush=True)
 
     def _eta_s(self, step: int, total_steps: int, metrics: Mapping[str, float]) -> float | None:
         """Return the remaining seconds at the mean speed of this process so far, including saving and validation."""

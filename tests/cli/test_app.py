@@ -4,9 +4,14 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import sys
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+import typer
 from typer.testing import CliRunner, Result
 
 from hpc_rl.cli import app
@@ -95,3 +100,21 @@ def test_a_complete_command_repeats_what_was_typed(
 def test_the_help_of_a_stage_is_that_of_submit() -> None:
     done = run("chain", "sft", "--help")
     assert done.exit_code == 0 and "hpc-rl submit" in done.stdout and "--gpus-per-node" in done.stdout
+
+
+def commands(group: Any, *words: str) -> Iterator[tuple[str, Any]]:
+    for name, command in group.commands.items():
+        if hasattr(command, "commands"):
+            yield from commands(command, *words, name)
+        else:
+            yield " ".join((*words, name)), command
+
+
+@pytest.mark.parametrize("words", [name for name, _ in commands(typer.main.get_command(app))])
+def test_each_command_can_say_what_it_does(words: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A word that is no option ends the command before it begins."""
+    shown: list[str] = []
+    monkeypatch.setattr(sys.modules["hpc_rl.cli.app"], "begin_command", shown.append)
+    run(*words.split(), "--no-such-option")
+    (what,) = shown
+    assert re.fullmatch(r"still at work: [a-z][^\n]{20,190}[^.]", what), what

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import pty
+import re
 import signal
 import subprocess
 import sys
@@ -49,10 +52,12 @@ def test_following_ends_and_the_job_goes_on(run: RunDir, words: list[str]) -> No
         following.send_signal(signal.SIGINT)
         _, said = following.communicate(timeout=DEADLINE_S)
     assert following.returncode == 130
-    assert said.splitlines() == ["hpc-rl: job local-7 continues; end it with hpc-rl stop first or hpc-rl cancel first"]
+    *stages, last = said.splitlines()
+    assert last == "hpc-rl: job local-7 continues; end it with hpc-rl stop first or hpc-rl cancel first"
+    assert all(stage.startswith("hpc-rl: running, 0:") for stage in stages)
 
 
-@pytest.mark.parametrize("questions", [1, 2], ids=["while it asks for the expected start", "while it waits"])
+@pytest.mark.parametrize("questions", [1, 3], ids=["while it asks for the expected start", "while it waits"])
 def test_submitting_with_wait_ends_and_the_job_goes_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, questions: int
 ) -> None:
@@ -70,5 +75,55 @@ def test_submitting_with_wait_ends_and_the_job_goes_on(
         waiting.send_signal(signal.SIGINT)
         _, said = waiting.communicate(timeout=DEADLINE_S)
     assert waiting.returncode == 130
-    assert said.splitlines()[-1] == "hpc-rl: job 7 continues; end it with hpc-rl stop first or hpc-rl cancel first"
+    *stages, last = said.splitlines()
+    assert last == "hpc-rl: job 7 continues; end it with hpc-rl stop first or hpc-rl cancel first"
+    assert questions == 1 or stages[-1].startswith("hpc-rl: starting: the job script prepares the nodes, 0:"), said
     assert not any(call.startswith("scancel") for call in calls(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("words", "shown"),
+    [
+        (
+            ["status", "first", "--json"],
+            ["still at work: show the state and progress of a run", "waiting for Slurm (squeue)"],
+        ),
+        (["runs", "--json"], ["still at work: list runs with state", "waiting for Slurm (squeue)"]),
+    ],
+)
+def test_a_command_that_takes_long_says_what_it_does(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: list[str], shown: list[str]
+) -> None:
+    programs = fake_slurm(tmp_path, monkeypatch)
+    (programs / "squeue").write_text("#!/bin/sh\nsleep 3\necho '7 |RUNNING |node1 |None |N/A |'\n")
+    run = RunDir(tmp_path / "runs" / "first")
+    run.path.mkdir(parents=True)
+    run.config.touch()
+    run.job.write_text(json.dumps({"job_id": "7"}))
+    monkeypatch.delenv("HPC_RL_QUIET")
+    done = subprocess.run(
+        [sys.executable, "-m", "hpc_rl.cli", *words], cwd=tmp_path, capture_output=True, text=True, check=True,
+        timeout=DEADLINE_S,
+    )  # fmt: skip
+    assert "RUNNING" in json.dumps(json.loads(done.stdout))
+    lines = done.stderr.splitlines()
+    assert lines and all(any(line.startswith(f"hpc-rl: {text}") for text in shown) for line in lines), done.stderr
+
+
+def test_a_terminal_shows_the_stage_and_a_clock_before_the_first_step(run: RunDir) -> None:
+    ours, its = pty.openpty()
+    with subprocess.Popen(
+        [sys.executable, "-m", "hpc_rl.cli", "logs", "-f", "first"], cwd=run.path.parents[1],
+        stdin=subprocess.DEVNULL, stdout=its, stderr=its,
+    ) as following:  # fmt: skip
+        os.close(its)
+        text, deadline = "", time.monotonic() + DEADLINE_S
+        while len(set(re.findall(r"starting: the job script prepares the nodes, (\d+:\d\d)", text))) < 2:
+            assert time.monotonic() < deadline, text
+            text += os.read(ours, 2**16).decode(errors="replace")
+        following.send_signal(signal.SIGINT)
+        with contextlib.suppress(OSError):  # the other end is closed
+            while os.read(ours, 2**16):
+                pass
+    os.close(ours)
+    assert following.returncode == 130

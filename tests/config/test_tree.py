@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
 
 from hpc_rl.config import tree
 from hpc_rl.config.compose import compose
-from hpc_rl.config.tree import MOST_YAML_BYTES, read_options, read_tree
+from hpc_rl.config.tree import read_options, read_tree
 from hpc_rl.errors import UserError
+from hpc_rl.run_dir import RunDir
+from hpc_rl.submission import script as scripts
+from hpc_rl.submission.job import Job
+from hpc_rl.submission.script import render
 from tests.security.strangers import bomb
 
 
@@ -36,13 +41,30 @@ def test_what_would_never_end_is_refused(
         compose("sft", [])
 
 
-def test_a_large_file_is_not_read(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("whose", "most"), [(0, 4_000_000), (1, 2**19)])
+def test_a_large_file_is_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, whose: int, most: int) -> None:
     path = tmp_path / "x.yaml"
-    path.write_text("a: " + "x" * (MOST_YAML_BYTES - 3))
-    assert len(read_tree(path)["a"]) == MOST_YAML_BYTES - 3
-    path.write_text("a: " + "x" * (MOST_YAML_BYTES - 2))
-    with pytest.raises(UserError, match="it has more than 524,288 bytes"):
+    path.write_text("a: " + "x" * (most - 3))
+    user = os.geteuid() + whose
+    monkeypatch.setattr(os, "geteuid", lambda: user)
+    assert len(read_tree(path)["a"]) == most - 3
+    path.write_text("a: " + "x" * (most - 2))
+    with pytest.raises(UserError, match=f"it has more than {most:,} bytes"):
         read_tree(path)
+
+
+def test_what_a_submission_writes_can_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    files = [f"/scratch/projects/some-university/data/shards-of-a-large-data-set/{n:06d}.jsonl" for n in range(9_000)]
+    settings = {"model.path": "m", "data.train_files": files}
+    job = Job("sft", compose("sft", [], settings), RunDir(tmp_path / "run"), tmp_path)
+    script = render(job)
+    job.run_dir.path.mkdir()
+    job.run_dir.config.write_text(script.partition("data:\n")[2].join(["data:\n", ""]).partition("\nEND_OF_CONFIG")[0])
+    assert job.run_dir.config.stat().st_size > 2**19
+    assert len(read_tree(job.run_dir.config, named=False)["data"]["train_files"]) == 9_000
+    monkeypatch.setattr(scripts, "MOST_OWN_BYTES", 2**19)
+    with pytest.raises(UserError, match=r"the configuration has [\d,]+ bytes, and a job script at most 524,288"):
+        render(job)
 
 
 def test_values_of_an_alias_count_wherever_it_is_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

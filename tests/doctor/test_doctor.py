@@ -14,13 +14,21 @@ import pytest
 from hpc_rl.config.slurm import SlurmConfig
 from hpc_rl.doctor.checks import Check, as_text, has_problem, merged, ok, problem
 from hpc_rl.doctor.job import doctor_config, doctor_job
-from hpc_rl.doctor.login import container_checks, folder_checks, limit_checks, python_checks, quota_checks
+from hpc_rl.doctor.login import (
+    container_checks,
+    folder_checks,
+    limit_checks,
+    python_checks,
+    quota_checks,
+    slurm_checks,
+)
 from hpc_rl.doctor.nodes import judge
 from hpc_rl.doctor.packages import driver_check, package_checks, unmet
 from hpc_rl.errors import UserError
 from hpc_rl.host.machine import PythonFacts, python_facts, reach
 from hpc_rl.host.node_report import NodeReport, Trial
 from hpc_rl.slurm.cluster import Partition, read_partitions
+from tests.fake_slurm import fake_slurm
 from tests.helpers import recorded
 
 TORCH = {"torch": "2.13.0", "ray": "2.60.0", "tensordict": "0.15.3"}
@@ -46,6 +54,34 @@ GOOD = NodeReport(
 def with_environ(report: NodeReport, **environ: str | None) -> NodeReport:
     merged = {**report.environ, **environ}
     return replace(report, environ={name: value for name, value in merged.items() if value is not None})
+
+
+@pytest.mark.parametrize(
+    ("clusters", "names"),
+    [
+        ("a", {"Slurm": "24.11.5, controller ctl-a", "partition": "main is UP"}),
+        ("a,b", {"Slurm (a)": "controller ctl-a", "Slurm (b)": "controller ctl-b", "partition (b)": "main is UP"}),
+        ("all", {"Slurm": "slurm.sbatch.clusters is all"}),
+    ],
+)
+def test_each_of_several_clusters_is_checked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, clusters: str, names: dict[str, str]
+) -> None:
+    programs = fake_slurm(tmp_path, monkeypatch)
+    (programs / "scontrol").write_text(
+        """#!/bin/bash
+case "$*" in
+*,*) echo 'scontrol: error: Only one cluster can be used at a time with scontrol' >&2; exit 1 ;;
+*config*) name=${1#--clusters=}
+  printf 'SLURM_VERSION = 24.11.5\\nKillWait = 100 sec\\nSlurmctl(s) at ctl-%s are UP\\n' "$name"
+  printf 'SlurmctldHost[0] = ctl-%s\\nSlurmctld(primary) at ctl-%s is UP\\n' "$name" "$name" ;;
+*) echo 'PartitionName=main Default=YES State=UP MaxTime=UNLIMITED DefaultTime=NONE TotalNodes=2 PreemptMode=OFF' ;;
+esac
+"""
+    )
+    found = {check.name: check.found for check in slurm_checks(SlurmConfig(sbatch={"clusters": clusters}))}
+    for name, part in names.items():
+        assert part in found[name], found
 
 
 def judged(first: NodeReport) -> dict[str, Check]:

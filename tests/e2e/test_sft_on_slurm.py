@@ -102,11 +102,15 @@ def test_a_stopped_run_is_resumed_on_one_node(workspace: Workspace, uninterrupte
     workspace.ok("stop", "stopped")
     followed = workspace.hpc_rl("logs", "-f", "stopped")
     assert followed.returncode == 75, followed.stdout
+    assert "srun" not in followed.stdout and "slurmstepd" not in followed.stdout, followed.stdout
+    assert "requeue stopped" in workspace.ok("status", "stopped")
     status = workspace.status("stopped")
     assert (status["state"], status["exit_code"]) == ("STOPPED", 75)
     saved = max(workspace.losses("stopped"))
     assert 3 <= saved < 24
-    workspace.ok("submit", *arguments, "--nodes", "1", "--wait")
+    waited = workspace.hpc_rl("submit", *arguments, "--nodes", "1", "--wait")
+    assert waited.returncode == 0, waited.stderr
+    assert "hpc-rl: starting: the program loads model and data; waiting for the first step, " in waited.stderr
     assert same_losses(workspace.losses("stopped"), uninterrupted)
     assert workspace.status("stopped")["attempt"] == 2
 
@@ -205,6 +209,8 @@ def test_a_run_directory_that_nodes_do_not_share_names_the_node(workspace: Works
             f"HPC_RL_RUN_DIR={workspace.folder}/runs/alone", f"HPC_RL_RUN_DIR={alone}"
         )
     )
+    for node in ("node1", "node2"):
+        slurm_cluster.exec_on(node, ["cp", f"{workspace.folder}/runs/alone/support.sh", alone], check=True)
     job_id = slurm_cluster.run(
         ["sbatch", "--parsable", str(workspace.folder / "alone.sbatch")], check=True
     ).stdout.strip()

@@ -5,13 +5,14 @@ from pathlib import Path
 
 import pytest
 
+from hpc_rl.run_dir import outcome_file
 from tests.small_disk import needs_root, small_disk
 
 PROGRAM = """
 import os, signal, sys
 from hpc_rl.node.entry import run_with_others
 
-code = run_with_others(lambda allocation, meeting: 75)
+code = run_with_others(lambda allocation, meeting: int(os.environ.get("CODE", 75)))
 if code == 2:
     sys.exit(code)
 os.kill(os.getpid(), signal.SIGTERM)  # as Slurm does when another node has ended first
@@ -19,13 +20,19 @@ sys.exit(code)
 """
 
 
-def test_slurms_signal_at_the_end_does_not_replace_the_exit_code(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("code", "agreed", "left"), [(75, None, 75), (75, 75, 0), (75, 1, 75), (1, 75, 1), (0, 75, 0)])
+def test_a_saved_run_leaves_srun_without_an_error_if_the_script_finds_its_code(
+    tmp_path: Path, code: int, agreed: int | None, left: int
+) -> None:
+    """Slurm's signal at the end does not replace the exit code."""
     slurm = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "localhost", "SLURM_NODEID": "0"}
     attempt = tmp_path / "attempt-1"
     attempt.mkdir()
-    environ = {**os.environ, **slurm, "HPC_RL_ATTEMPT_DIR": str(attempt)}
+    if agreed is not None:
+        outcome_file(attempt).write_text(f"{agreed}\n")
+    environ = {**os.environ, **slurm, "HPC_RL_ATTEMPT_DIR": str(attempt), "CODE": str(code)}
     ended = subprocess.run([sys.executable, "-c", PROGRAM], env=environ, timeout=600, check=False)
-    assert ended.returncode == 75
+    assert ended.returncode == left
 
 
 @needs_root

@@ -45,10 +45,11 @@ def test_a_peer_that_nothing_but_slurm_resolves_is_reached(
     monkeypatch.setattr(network, "_ANYWHERE", own[1] if by == "default route" else "127.0.0.1")
     scontrol = tmp_path / "scontrol"
     answer = f"NodeName=gpu7 Arch=x86_64 NodeAddr={own[1]} NodeHostName=gpu7" if by == "scontrol" else ""
-    scontrol.write_text(f'#!/bin/sh\n[ "$*" = "show node -o gpu7.invalid" ] && echo "{answer}"\n')
+    scontrol.write_text(f'#!/bin/sh\necho >> "$0.calls"\n[ "$*" = "show node -o gpu7.invalid" ] && echo "{answer}"\n')
     scontrol.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
     assert choose_address(None, "gpu7.invalid") == own
+    assert (tmp_path / "scontrol.calls").read_text() == "\n", "it is asked once"
 
 
 def test_a_taken_port_is_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:

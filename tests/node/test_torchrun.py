@@ -13,6 +13,7 @@ from hpc_rl.host import jit_caches
 from hpc_rl.node.rank import place_in_job
 from hpc_rl.node.rank_ends import read_exits
 from hpc_rl.node.torchrun import parse, process_environment, torchrun_command
+from hpc_rl.run_dir import read_outcome
 from hpc_rl.slurm.allocation import Allocation
 
 DEADLINE_S = 600
@@ -160,9 +161,11 @@ print(os.environ["TORCHELASTIC_RUN_ID"], os.environ["GROUP_RANK"], os.environ["L
     assert entry.run(program) == (0, "7.0 0 2\n", "")
 
 
-@pytest.mark.parametrize("code", [3, 75])
-def test_the_ranks_exit_code_is_the_entrys_own(entry: Entry, code: int) -> None:
-    assert entry.run(f"raise SystemExit({code})")[0] == code
+@pytest.mark.parametrize(("code", "left"), [(3, 3), (75, 0)])
+def test_the_ranks_exit_code_is_the_jobs(entry: Entry, code: int, left: int) -> None:
+    """srun, which takes other codes than 0 as failures, sees none if the ranks have saved and stopped."""
+    assert entry.run(f"raise SystemExit({code})")[0] == left
+    assert read_outcome(entry.attempt) == code
 
 
 def test_the_first_rank_to_fail_is_named_with_the_end_of_its_log(entry: Entry) -> None:
@@ -203,7 +206,7 @@ def test_what_is_missing_is_one_line_and_exit_code_2(entry: Entry, environ: dict
 
 def test_ranks_that_save_longer_are_not_ended(entry: Entry) -> None:
     slow = "import time\nif rank == '0':\n    time.sleep(3); open(sys.argv[0] + '.saved', 'w')\nsys.exit(75)"
-    assert entry.run(RANK + slow)[0] == 75
+    assert (entry.run(RANK + slow)[0], read_outcome(entry.attempt)) == (0, 75)
     assert (entry.folder / "program.py.saved").exists()
 
 
@@ -246,7 +249,7 @@ def test_a_signal_of_slurm_lets_the_ranks_save(entry: Entry, number: int, reason
     entry.await_marks()
     process.send_signal(number)
     process.communicate(timeout=600)
-    assert process.returncode == 75
+    assert (process.returncode, read_outcome(entry.attempt)) == (0, 75)
 
 
 def test_a_second_signal_ends_ranks_that_do_not_save(entry: Entry) -> None:

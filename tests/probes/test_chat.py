@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from hpc_rl.probes.chat import load_chat
 from tests.helpers import make_tiny_model
 
 TIMEOUT_S = 600
@@ -65,6 +66,20 @@ def test_a_conversation_from_a_pipe(folder: Path) -> None:
     assert "exceed the model's 64 positions" in errors
     code, alone, _ = say(folder, ["one"], *options)
     assert (code, alone) == (0, shown[:1]), "the end of the input ends the chat"
+
+
+def test_a_token_that_ends_an_answer_is_not_shown(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Some models end a turn with a token that their tokenizers do not count as special."""
+    chat = load_chat(str(folder / "runs" / "sft-1" / "model"), temperature=0, max_tokens=4)
+    chat.answer("one")
+    whole = capsys.readouterr().out.removesuffix("\n")
+    first, *_, last = chat.tokenizer(whole, add_special_tokens=False)["input_ids"]
+    assert first != last and last not in chat.tokenizer.all_special_ids
+    chat.messages, chat.ends = [], [last]
+    chat.answer("one")
+    said = chat.messages[-1]["content"]
+    assert capsys.readouterr().out.removesuffix("\n") == said
+    assert said == chat.tokenizer.decode(chat.tokenizer(whole, add_special_tokens=False)["input_ids"][:-1]) != whole
 
 
 def test_the_first_line_does_not_allow_the_code_of_a_model(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -42,6 +42,7 @@ def write(tmp_path: Path) -> Write:
     """Write a reward file; returns its reward.function."""
 
     def writer(source: str, name: str = "own.py", function: str = "score") -> str:
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(source)
         return f"{tmp_path / name}:{function}"
 

@@ -72,6 +72,30 @@ def test_own_module_with_the_name_of_another(
     assert load_function(f"{name}.py:score", {})("", "") == 1
 
 
+def test_a_plain_folder_gives_way_to_an_installed_module(
+    write: Write, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Python takes a folder without __init__.py as a package only if no other module has its name."""
+    monkeypatch.chdir(tmp_path)
+    write("def score(response, answer): return 2\n", name="installed/judge/rewards.py")
+    write("", name="installed/judge/__init__.py")
+    write("def score(response, answer): return 3\n", name="installed/parts/theirs.py")  # a namespace package
+    monkeypatch.syspath_prepend(tmp_path / "installed")
+    write("", name="judge/README.py")  # a clone of its repository, for example
+    assert check_function("judge.rewards:score", {}, same_python=True) is None
+    assert load_function("judge.rewards:score", {})("", "") == 2
+    write("def score(response, answer): return 4\n", name="parts/mine.py")
+    for name in ("theirs", "mine"):
+        assert check_function(f"parts.{name}:score", {}, same_python=True) is None
+    monkeypatch.syspath_prepend(tmp_path)
+    assert [load_function(f"parts.{name}:score", {})("", "") for name in ("theirs", "mine")] == [3, 4]
+    write("def score(response, answer): return 5\n", name="judge/own.py")
+    write("def score(response, answer): return 6\n", name="judge/rewards.py")
+    for name in ("own", "rewards"):
+        with pytest.raises(UserError, match=rf"judge/{name}\.py has the name of .*/installed/judge, which is imported"):
+            check_function(f"judge.{name}:score", {}, same_python=True)
+
+
 def test_a_module_of_another_python_is_left_to_the_job() -> None:
     with pytest.raises(UserError, match="no module 'not_here'"):
         check_function("not_here.rewards:score", {}, same_python=True)

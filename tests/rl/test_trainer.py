@@ -74,6 +74,7 @@ class Loop:
             tracker=SimpleNamespace(
                 log=self.log,
                 log_timeline=self.timelines.append,
+                name_left_out=lambda: None,
                 finish=lambda _: None,
             ),
             **{"step": 0, "total_steps": 4, "saved_step": 0, "saved_at": 0.0, "val": ["prompt"]},

@@ -8,28 +8,8 @@ import pytest
 
 from hpc_rl.run_dir import RunDir
 from hpc_rl.runs import control, live
-from hpc_rl.runs.live import Watched, start_phase
+from hpc_rl.runs.live import Watched
 from hpc_rl.runs.status import RunStatus
-
-
-@pytest.mark.parametrize(
-    ("state", "files", "phase"),
-    [
-        ("PENDING", None, "waiting in the queue"),
-        ("RUNNING", None, "starting: the job script prepares the nodes"),
-        ("RUNNING", ["hosts"], "starting: the job script prepares the nodes"),
-        ("RUNNING", ["node0-usage.jsonl", "node0.log"], "starting: the nodes connect to each other"),
-        ("RUNNING", ["node0.log", "node0-rank0.log"], "starting: the program loads model and data"),
-        ("RUNNING", ["node0.log", "node0-driver.log"], "starting: the program loads model and data"),
-        ("COMPLETED", ["node0.log"], ""),
-    ],
-)
-def test_what_a_run_does_before_its_first_step(tmp_path: Path, state: str, files: list[str] | None, phase: str) -> None:
-    attempts = [tmp_path] if files is not None else []
-    for name in files or ():
-        (tmp_path / name).touch()
-    found = start_phase(RunStatus("r", "r", "7", state), attempts)
-    assert found.startswith(phase) and bool(found) == bool(phase)
 
 
 def test_a_failed_run_is_explained_and_a_running_one_is_not(tmp_path: Path) -> None:

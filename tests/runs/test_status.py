@@ -392,11 +392,15 @@ def test_a_run_is_found_by_the_id_of_any_of_its_jobs_from_any_folder(
 
 def test_a_stopped_run_names_what_resumes_it(tmp_path: Path) -> None:
     def text(state: str, job_id: str) -> str:
-        return status_text(RunStatus("sft-1", "x", job_id, state))
+        run = RunDir(tmp_path / "sft-1")
+        run.path.mkdir(exist_ok=True)
+        run.job.write_text(json.dumps({"job_id": job_id}))
+        return status_text(RunStatus("sft-1", str(run.path), job_id, state))
 
     assert "to resume  hpc-rl requeue sft-1" in text("STOPPED", "7")
     assert "to resume  the same command with --job-name sft-1" in text("STOPPED", "local-7")
     assert "to resume" not in text("RUNNING", "7") + text("COMPLETED", "7")
-    (tmp_path / "job.json").write_text('{"job_id": "7", "pid": 1}')  # it ran in the allocation around a shell
-    inside = status_text(RunStatus("sft-1", str(tmp_path), "7", "STOPPED"))
+    inside_a_shell = tmp_path / "sft-1"  # it ran in the allocation around a shell
+    (inside_a_shell / "job.json").write_text('{"job_id": "7", "pid": 1}')
+    inside = status_text(RunStatus("sft-1", str(inside_a_shell), "7", "STOPPED"))
     assert "to resume  the same command with --job-name sft-1" in inside

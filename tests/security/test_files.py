@@ -28,6 +28,7 @@ from hpc_rl.runs import control
 from hpc_rl.runs.status import status_of
 from hpc_rl.submission.preflight.folders import check_run_dir
 from hpc_rl.submission.requeue import _own_script, requeue
+from hpc_rl.submission.script import support_text
 from tests.fake_slurm import calls, fake_slurm
 from tests.security.intruder import as_intruder
 from tests.security.users import INTRUDER, VICTIM, copy_of_this_process, needs_root
@@ -112,7 +113,7 @@ def cleans_up(place: Place) -> None:
     own = place.shared / f"{VICTIM}.7.abc"
     (own / "read-only").mkdir(parents=True)
     (own / "read-only").chmod(0o500)
-    block = re.search(r"^    (bash -c '.*?') 2> /dev/null \|\| true$", GOLDEN.read_text(), re.DOTALL | re.MULTILINE)
+    block = re.search(r"^      (bash -c '.*?') 2> /dev/null \|\| true$", support_text(), re.DOTALL | re.MULTILINE)
     assert block
     environ = {"PATH": "/usr/bin:/bin", "SLURM_JOB_ID": "7", **place.environ}
     subprocess.run(["bash", "-euc", block[1]], env=environ, check=True, timeout=600)
@@ -190,6 +191,8 @@ def the_job_refuses(place: Place, said: str = "another user owns") -> None:
     text = re.sub(r"^(export HPC_RL_RUN_DIR)=.*", rf"\1={place.run.path}", GOLDEN.read_text(), flags=re.MULTILINE)
     text = re.sub(r"^python=\S+", f"python={sys.executable}", text, flags=re.MULTILINE)
     text = re.sub(r"^cd \S+", f"cd {place.home}", text, flags=re.MULTILINE)
+    if not place.run.support.exists():
+        place.run.support.write_text(support_text())
     before = sorted(path.name for path in place.run.path.iterdir())
     environ = {**os.environ, "SLURM_JOB_ID": "7", "SLURM_JOB_NUM_NODES": "1"}
     done = subprocess.run(["bash"], input=text, env=environ, capture_output=True, text=True, timeout=600, check=False)

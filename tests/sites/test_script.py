@@ -138,10 +138,20 @@ def test_a_set_up_that_activates_another_python_is_reported(tmp_path: Path) -> N
 
 
 def test_without_its_support_file_a_script_does_not_run(tmp_path: Path) -> None:
-    job = torchrun_job(tmp_path / "run", **{"slurm.setup": ["true"]})
-    done, seen = run_script(job, tmp_path, first=f"rm {job.run_dir.support}\n")
-    assert (done.returncode, seen) == (2, {})
-    assert f"cannot read {job.run_dir.support}: submit the run again" in done.stderr
+    job = torchrun_job(tmp_path / "run")
+    for command in ("rm", "echo 'touch ran' >>", "chmod 600 . ; ln -sf /dev/null"):
+        done, seen = run_script(job, tmp_path, first=f"{command} {job.run_dir.support}\n")
+        assert (done.returncode, seen) == (2, {})
+        assert f"cannot read {job.run_dir.support} as it was written for this script: submit" in done.stderr
+        assert len(done.stderr.splitlines()) == 1 and not (tmp_path / "ran").exists()
+        job.run_dir.support.unlink(missing_ok=True)
+
+
+def test_functions_that_the_set_up_defines_replace_none_of_the_scripts(tmp_path: Path) -> None:
+    names = ("report", "finish", "warn", "terminate", "is_latest", "begin_attempt", "begin_step", "end_job", "requeue")
+    setup = [f"{name}() {{ exit 3; }}" for name in names]
+    done, seen = run_script(torchrun_job(tmp_path / "run", **{"slurm.setup": setup}), tmp_path)
+    assert (done.returncode, bool(seen)) == (0, True), done.stderr
 
 
 @pytest.mark.parametrize("exits", [0, 3])

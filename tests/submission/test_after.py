@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from hpc_rl.errors import UserError
+from hpc_rl.slurm.place import Place
 from hpc_rl.submission.after import find_after
 from tests.fake_slurm import fake_slurm
 
@@ -34,7 +35,7 @@ def run(folder: Path, **job: str) -> None:
 )
 def test_the_result_of_the_run_is_coming(folder: Path, kind: str, results: set[str]) -> None:
     run(folder / "runs" / "first", job_id="5", kind=kind)
-    after = find_after("first")
+    after = find_after("first", Place())
     assert after.job_ids == ("5",)
     assert after.coming == {folder / "runs" / "first" / name for name in results}
 
@@ -45,7 +46,7 @@ def test_the_results_of_all_stages_of_a_pipeline_are_coming(folder: Path) -> Non
     run(several / "loop_1-b", job_id="6", kind="select")
     stages = [{"round": "1", "stage": name} for name in "ab"]
     (several / "pipeline.json").write_text(json.dumps({"stages": stages}))
-    after = find_after("loop")
+    after = find_after("loop", Place())
     assert after.job_ids == ("5", "6")
     assert after.coming == {several / "loop_1-a" / "responses.jsonl", several / "loop_1-b" / "selected.jsonl"}
 
@@ -56,4 +57,4 @@ def test_the_advice_after_a_failed_stage_names_the_pipeline(folder: Path) -> Non
     (several / "loop_1-a" / "status.json").write_text(json.dumps({"job_id": "4", "state": "FAILED", "exit_code": 1}))
     (several / "pipeline.json").write_text(json.dumps({"stages": [{"round": "1", "stage": "a"}]}))
     with pytest.raises(UserError, match=r"run loop_1-a is FAILED, .* with hpc-rl requeue loop$"):
-        find_after("loop")
+        find_after("loop", Place())

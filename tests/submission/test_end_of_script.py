@@ -39,8 +39,12 @@ def test_a_saved_run_is_queued_again(tmp_path: Path, reason: str) -> None:
 
 
 def test_a_run_that_the_user_stopped_is_not(tmp_path: Path) -> None:
-    code, recorded, said = end(tmp_path, stops("user"))
-    assert (code, recorded["state"], said) == (75, "STOPPED", "")
+    for step in (
+        stops("user"),
+        f'echo 75 > "$HPC_RL_ATTEMPT_DIR/.outcome"; {stops("user")}'.replace("exit 75", "exit 0"),
+    ):
+        code, recorded, said = end(tmp_path, step)
+        assert (code, recorded["state"], said) == (75, "STOPPED", "")
     code, recorded, said = end(tmp_path, stops("walltime"), **{"slurm.requeue": False})
     assert (code, recorded["state"], said) == (75, "STOPPED", "")
 

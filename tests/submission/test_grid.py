@@ -4,7 +4,7 @@ from hpc_rl.errors import UserError
 from hpc_rl.submission.grid import grid
 
 
-def never() -> int:
+def never(_words: object) -> int:
     raise AssertionError("the cluster was asked")
 
 
@@ -58,10 +58,10 @@ def test_a_sweep_that_is_too_large_is_refused_before_its_points_are_made() -> No
     with pytest.raises(
         UserError, match=r"has 10000 points \(a: 100 x b: 100\), but .* at most 9999 .*\(MaxArraySize\)"
     ):
-        grid(words[:2], lambda: 9999)
+        grid(words[:2], lambda _: 9999)
     with pytest.raises(UserError, match="has 10000000000000000 points"):
-        grid(words, lambda: 10**9)
-    assert len(grid(words[:2], lambda: 10_000)[1]) == 10_000
+        grid(words, lambda _: 10**9)
+    assert len(grid(words[:2], lambda _: 10_000)[1]) == 10_000
 
 
 def test_the_cluster_is_asked_only_about_a_sweep_above_slurms_default() -> None:
@@ -69,3 +69,15 @@ def test_the_cluster_is_asked_only_about_a_sweep_above_slurms_default() -> None:
     assert len(grid([f"a={values}"], never)[1]) == 1000
     with pytest.raises(AssertionError, match="asked"):
         grid([f"a={values},1000"], never)
+
+
+def test_the_limit_is_that_of_a_point_with_all_words() -> None:
+    asked: list[object] = []
+
+    def most(words: object) -> int:
+        asked.append(words)
+        return 3000
+
+    values = ",".join(map(str, range(1001)))
+    grid([f"a={values}", "slurm.sbatch.clusters=foo", "b=[1,2],[3]"], most)
+    assert asked == [["slurm.sbatch.clusters=foo", "a=0", "b=[1,2]"]]

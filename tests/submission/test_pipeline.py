@@ -14,11 +14,12 @@ from hpc_rl.config.compose import compose, dump
 from hpc_rl.config.groups import choices
 from hpc_rl.config.kinds import piped
 from hpc_rl.config.pipeline import expand, file_of_pipeline, load_pipeline
-from hpc_rl.errors import UserError
-from hpc_rl.submission import pipeline
+from hpc_rl.errors import UnclearError, UserError
+from hpc_rl.submission import chain, pipeline
 from hpc_rl.submission.pipeline import Asked
-from tests.fake_slurm import fake_slurm
-from tests.submission.test_chain import folder  # noqa: F401 - a fixture
+from tests.fake_slurm import calls, fake_slurm
+from tests.submission.test_chain import FIRST, SECOND, folder  # noqa: F401 - a fixture
+from tests.submission.test_chain import plan as chain_plan
 
 OPTIONS = {"trainer.device": "cpu", "data.train_batch_size": 1, "data.train_files": "@data", "model.path": "@model"}
 TREE: dict[str, Any] = {
@@ -112,6 +113,24 @@ def test_the_folder_is_shared_with_the_group(tmp_path: Path, file: str, monkeypa
     assert pipeline.submit(planned) == ["7", "7"]
     for path in (planned.folder.path, *(run.path for run in planned.folder.runs())):
         assert path.stat().st_mode & 0o7777 == 0o2750, path
+
+
+@pytest.mark.parametrize(("fails", "stays"), [("exit 124", True), ("echo no >&2; exit 1", False)])
+@pytest.mark.parametrize("is_chain", [True, False])
+def test_the_files_stay_if_a_stage_may_be_queued(
+    tmp_path: Path, file: str, monkeypatch: pytest.MonkeyPatch, fails: str, stays: bool, is_chain: bool
+) -> None:
+    programs = fake_slurm(tmp_path, monkeypatch)
+    (programs / "sbatch.fails").write_text(f'if [ -e "$0.first" ]; then {fails}; fi; touch "$0.first"')
+    with pytest.raises(UserError) as found:
+        if is_chain:
+            chain.submit(chain_plan(f"{FIRST} -- {SECOND}")[0])
+        else:
+            pipeline.submit(pipeline.plan(Asked(file, ["model=model"], rounds=1)))
+    assert isinstance(found.value, UnclearError) == stays == ("squeue --me" in str(found.value))
+    assert calls(tmp_path)[-1] == "scancel 7", "the stage before it"
+    scripts = list((tmp_path / "runs").rglob("job.sbatch")) if stays else []
+    assert len(scripts) == 2 * stays and (tmp_path / "runs").exists() == stays
 
 
 def test_a_later_stage_can_use_what_the_first_one_waits_for(

@@ -9,12 +9,15 @@ from pathlib import Path
 
 import pytest
 
-from hpc_rl.errors import UserError
+from hpc_rl.errors import UnclearError, UserError
 from hpc_rl.run_dir import RunDir
-from hpc_rl.submission import queue
+from hpc_rl.runs.status import status_of
+from hpc_rl.slurm.place import Place
+from hpc_rl.submission import queue, sweep
 from hpc_rl.submission.after import After
 from hpc_rl.submission.directives import clusters_of, environment_notes
 from hpc_rl.submission.executor import submitted
+from hpc_rl.submission.request import Request
 from tests.fake_slurm import calls, environment, fake_slurm
 
 PROGRAM = ("trainer.device=cpu", "--", "train.py")
@@ -146,6 +149,122 @@ def test_without_one_answer_nothing_is_cancelled(tmp_path: Path, slurm: Path, pr
     done = hpc_rl("submit", "torchrun", *PROGRAM)
     assert done.returncode == 2 and "does not state one job id" in done.stderr and "squeue --me" in done.stderr
     assert not any(call.startswith("scancel") for call in calls(tmp_path))
+    assert (tmp_path / "runs/torchrun-1/job.sbatch").is_file(), "the job may need it"
+
+
+@pytest.mark.parametrize(
+    ("fails", "is_unclear"),
+    [
+        (
+            "echo 'sbatch: error: Batch job submission failed: Socket timed out on send/recv operation' >&2; exit 1",
+            True,
+        ),
+        ("echo 'error: Unable to contact slurm controller (receive failure)' >&2; exit 1", True),
+        ("exit 124", True),
+        ("kill -KILL $$", True),
+        ("echo 'sbatch: error: Unable to contact slurm controller (connect failure)' >&2; exit 1", False),
+        ("echo 'sbatch: error: Batch job submission failed: Invalid account' >&2; exit 1", False),
+        ("exit 126", False),
+    ],
+)
+def test_a_failure_of_sbatch_that_leaves_open_whether_the_job_is_queued(
+    slurm: Path, fails: str, is_unclear: bool
+) -> None:
+    (slurm / "sbatch.fails").write_text(fails)
+    with pytest.raises(UserError, match="squeue --me" if is_unclear else "^sbatch") as found:
+        queue.queue("#!/bin/bash\n")
+    assert isinstance(found.value, UnclearError) == is_unclear
+
+
+def test_the_files_of_a_job_that_may_be_queued_stay(tmp_path: Path, slurm: Path) -> None:
+    run = RunDir(tmp_path / "runs/mine")
+    command = ("submit", "torchrun", "--job-name", "mine", "--sbatch", "clusters=foo", *PROGRAM)
+    (slurm / "sbatch.fails").write_text("echo 'Invalid account' >&2; exit 1")
+    assert hpc_rl(*command).returncode == 2 and not run.path.exists()
+    (slurm / "sbatch.fails").write_text("exit 124")
+    done = hpc_rl(*command)
+    assert done.returncode == 2 and "no answer within 120 s" in done.stderr and "squeue --me" in done.stderr
+    assert run.script.is_file() and "job_id" not in run.read_job()
+    assert (run.read_job()["kind"], run.read_job()["place"]["cluster"]) == ("torchrun", "foo")
+    assert status_of(run).state == "NOT SUBMITTED"
+    run.write_status("7", 1, "RUNNING", None)  # as its script does
+    (slurm / "squeue.text").write_text("7 |RUNNING |node1 |None |N/A |\n")
+    assert status_of(run).state == "RUNNING"
+    assert "is RUNNING as job 7" in hpc_rl(*command).stderr
+
+
+@pytest.mark.parametrize(("fails", "stays"), [("exit 124", True), ("echo no >&2; exit 1", False)])
+def test_the_runs_of_a_sweep_that_may_be_queued_stay(tmp_path: Path, slurm: Path, fails: str, stays: bool) -> None:
+    (slurm / "sbatch.fails").write_text(fails)
+    done = hpc_rl("sweep", "torchrun", "--job-name", "many", "slurm.env.LR=1,2", *PROGRAM)
+    assert done.returncode == 2 and ("squeue --me" in done.stderr) == stays
+    assert (tmp_path / "runs/many").exists() == stays
+    assert RunDir(tmp_path / "runs/many/many_2").read_job().get("kind") == ("torchrun" if stays else None)
+
+
+def test_a_job_is_waited_for_in_the_cluster_of_the_submission(tmp_path: Path, slurm: Path) -> None:
+    (slurm / "squeue.text").write_text("5 |RUNNING |node1 |None |N/A |\n")
+    (slurm / "sbatch.text").write_text("7;foo\n")
+    command = ("submit", "torchrun", "--job-name", "mine", "--after", "5")
+    elsewhere = {"SLURM_CLUSTERS": "bar"}
+    done = hpc_rl(*command, "--sbatch", "clusters=a,foo", *PROGRAM, **elsewhere)
+    assert done.returncode == 2 and "set slurm.sbatch.clusters to the one that has this job" in done.stderr
+    done = hpc_rl(*command, "--sbatch", "clusters=foo", *PROGRAM, **elsewhere)
+    assert done.returncode == 0, done.stderr
+    for program in ("squeue", "sacct", "sbatch"):
+        assert set(asked(tmp_path, 0)[program]) == {"--clusters=foo"}, program
+    assert [line for line in calls(tmp_path) if "--dependency=afterok:5" in line and line.startswith("sbatch")]
+    RunDir(tmp_path / "runs/mine").write_status("7", 0, "CANCELLED", None)
+    (slurm / "squeue.text").write_text("5 |RUNNING |node1 |None |N/A |\n7 |CANCELLED |node1 |None |N/A |\n")
+    begun = len(calls(tmp_path))
+    done = hpc_rl("requeue", "mine", **elsewhere)
+    assert done.returncode == 0, done.stderr
+    assert [line for line in calls(tmp_path)[begun:] if "--dependency=afterok:5" in line and line.startswith("sbatch")]
+    assert {cluster for clusters in asked(tmp_path, begun).values() for cluster in clusters} == {"--clusters=foo"}
+
+
+def test_a_large_sweep_has_the_limit_of_its_cluster(
+    tmp_path: Path, slurm: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (slurm / "scontrol").write_text(
+        '#!/bin/bash\nsize=1001; [[ "$*" != *--clusters=large* ]] || size=1003\n'
+        "printf 'Configuration data as of 2026\\nMaxArraySize = %s\\n' $size\n"
+    )
+    monkeypatch.setenv("SLURM_CLUSTERS", "large")
+    words = [f"slurm.env.LR={','.join(map(str, range(1003)))}"]
+    for clusters, limit in (("large", 1002), ("large,small", 1000), ("small", 1000)):
+        settings = {"trainer.device": "cpu", "slurm.sbatch.clusters": clusters}
+        with pytest.raises(UserError, match=f"allows at most {limit} tasks per array"):
+            sweep.plan(Request("torchrun", words, ("train.py",), settings), None)
+
+
+@pytest.mark.parametrize(
+    ("place", "clusters", "may"),
+    [
+        (Place("foo"), "a,foo", True),
+        (Place("foo"), "a", False),
+        (Place("foo"), "", True),
+        (Place("foo"), "all", True),
+        (Place(), "a", True),  # the job of an earlier version
+        (Place(name="here", is_recorded=True), "HERE", True),
+        (Place(name="here", is_recorded=True), "other", False),
+        (Place(is_recorded=True), "other", False),
+    ],
+)
+def test_where_a_recorded_job_may_go_again(place: Place, clusters: str, may: bool) -> None:
+    assert place.may_be_in(clusters) == may
+
+
+def test_the_run_of_an_earlier_version_is_requeued_where_its_script_says(tmp_path: Path, slurm: Path) -> None:
+    (slurm / "sbatch.text").write_text("7;foo\n")
+    command = ("submit", "torchrun", "--job-name", "mine", "--sbatch", "clusters=foo", *PROGRAM)
+    assert hpc_rl(*command).returncode == 0
+    run = RunDir(tmp_path / "runs/mine")
+    run.job.write_text(json.dumps({key: value for key, value in run.read_job().items() if key != "place"}))
+    run.write_status("7", 1, "FAILED", 1)
+    done = hpc_rl("requeue", "mine")
+    assert done.returncode == 0, done.stderr
+    assert run.read_job()["place"]["cluster"] == "foo"
 
 
 @pytest.mark.parametrize(

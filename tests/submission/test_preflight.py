@@ -454,3 +454,8 @@ def test_tools_need_a_template_that_shows_them(folder: Path) -> None:
         check_ppo(**used, data__chat_template="plain.jinja", environment__tool_format="json")
         with pytest.raises(UserError, match="the chat template shows the model no tools"):
             check_ppo(**used, data__chat_template="plain.jinja")
+
+
+@pytest.mark.parametrize("look", [*checks.CHECKS, checks.partition, checks.shared])
+def test_each_check_can_say_what_it_is_for(look: Any) -> None:
+    assert re.match(r"(whether|which|what) [^\n.]+$", checks.purpose_of(look))

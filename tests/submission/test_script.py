@@ -1,4 +1,5 @@
 import fcntl
+import hashlib
 import json
 import os
 import re
@@ -20,7 +21,7 @@ from hpc_rl.errors import UserError
 from hpc_rl.run_dir import RunDir
 from hpc_rl.runs.run_sets import SweepDir
 from hpc_rl.submission.job import Job
-from hpc_rl.submission.script import bash_word, directive_word, render, support_text
+from hpc_rl.submission.script import bash_word, directive_word, render, support_text, write_support
 from hpc_rl.submission.sweep import array_script
 from tests.helpers import write_python_program
 from tests.small_disk import needs_root, small_disk
@@ -420,6 +421,32 @@ def test_a_broken_template_is_named_with_its_line(
     with pytest.raises(UserError, match=r"torchrun\.sbatch\.j2") as caught:
         render(torchrun_job(tmp_path / "run"))
     assert said in str(caught.value)
+
+
+def test_a_script_is_short_and_complete() -> None:
+    """What users read and edit: at most 90 lines without the settings of a trainer."""
+    script = (GOLDEN / "torchrun.sbatch").read_text()
+    assert len(script.splitlines()) <= 90
+    check_shell(support_text())
+
+
+@pytest.mark.parametrize(("kept", "refused"), [("", True), ("old\n", False), ("older\n", True)])
+def test_a_script_of_another_version_keeps_its_functions(tmp_path: Path, kept: str, refused: bool) -> None:
+    own = tmp_path / "support.sh"
+    script = render(torchrun_job(tmp_path / "run"))
+    write_support(script, own)
+    assert own.read_text() == support_text()
+    own.write_text(kept)
+    other = script.replace(hashlib.sha256(support_text().encode()).hexdigest(), hashlib.sha256(b"old\n").hexdigest())
+    assert other != script
+    if refused:
+        with pytest.raises(UserError, match=r"rendered by another version of hpc-rl, and .*support\.sh is not that"):
+            write_support(other, own)
+    else:
+        write_support(other, own)
+    assert own.read_text() == kept
+    write_support("#!/bin/bash\n", own)  # a template of the user
+    assert own.read_text() == kept
 
 
 def test_a_run_directory_with_a_backslash_is_refused(tmp_path: Path) -> None:

@@ -18,6 +18,13 @@ def test_progress_on_a_terminal_shows_the_numbers() -> None:
     assert "7/20" in stream.getvalue() and "loss 1.2500 · 50k tok/s · ETA 1:01" in stream.getvalue()
 
 
+def test_a_terminal_shows_what_a_run_does_before_its_first_step() -> None:
+    stream = io.StringIO()
+    with ProgressView(Console(file=stream, force_terminal=True, width=100)) as view:
+        view.wait("waiting in the queue, 0:42")
+    assert "waiting in the queue, 0:42" in stream.getvalue()
+
+
 def test_progress_elsewhere_prints_nothing() -> None:
     stream = io.StringIO()
     with ProgressView(Console(file=stream, force_terminal=False)) as view:

@@ -91,6 +91,21 @@ def test_the_console_shows_a_step_and_its_validation_once(tmp_path: Path, capsys
     } <= last.keys()
 
 
+def test_the_console_names_the_steps_that_it_leaves_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    made = tracker(tmp_path)
+    with pytest.raises(RuntimeError), made:  # at step 9
+        for step in range(1, 9):
+            made._last_line = float("-inf") if step == 5 else time.monotonic()
+            made.log(step, {"train/loss": 2.0}, total_steps=99)
+            if step == 7:
+                made.log(step, {"val/loss": 3.0}, total_steps=99)
+        raise RuntimeError
+    made.finish()
+    shown = [line.split(" | loss")[0].split(" | val")[0] for line in capsys.readouterr().out.splitlines()]
+    left = "steps 1 to 4: see metrics.jsonl", "step 6: see metrics.jsonl", "step 8: see metrics.jsonl"
+    assert shown == [left[0], "step  5/99", left[1], "step  7/99", left[2]]
+
+
 def test_other_ranks_do_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     made = tracker(tmp_path, loggers=["console", "wandb"], is_main=False, wandb_id="kept")
     made.log(1, {"train/loss": 2.0}, total_steps=2)
@@ -129,6 +144,16 @@ def test_wandb_without_a_network_warns_and_goes_on(
     assert asked and asked[0].startswith(b"CONNECT")
     assert not any(proxy in value for value in os.environ.values())
     assert len(read_metrics(tmp_path / "metrics.jsonl")) == 1
+
+
+def test_an_error_closes_the_tracker_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(ZeroDivisionError), tracker(tmp_path, loggers=["wandb"], wandb_mode="offline") as failing:
+        failing.log(1, {"loss": 1.0}, 2)
+        raise ZeroDivisionError
+    assert capsys.readouterr().out.count("To upload the metrics: hpc-rl wandb sync") == 1
+    with tracker(tmp_path, loggers=["wandb"], wandb_mode="offline") as working:
+        working.finish()
+    assert capsys.readouterr().out.count("To upload the metrics") == 1
 
 
 def test_answers_that_json_lacks_are_recorded_as_text(tmp_path: Path) -> None:

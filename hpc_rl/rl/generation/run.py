@@ -29,23 +29,24 @@ def run_generation(config: GenerateConfig, run: RunDir, logs: Path) -> int:
         UserError: the run cannot work as requested.
         RunError: a process died or did not answer, or the reward failed for every response.
     """
-    with ExitStack() as closing:
-        try:
-            with heart.phase("load"):
-                prepared = prepare(config, run, logs, closing)
-        except Stopped as stopped:
-            print(stopped, flush=True)
-            return EXIT_STOPPED
-        tracker = open_tracker(config, run, None, is_main=True)
-        code = 0 if prepared.parts.is_joined else _generate(config, prepared, logs, tracker)
-    if code == 0:
-        print(f"responses: {run.responses}", flush=True)
-        if isinstance(config, EvalConfig):
-            with heart.phase("testing"):
-                found = evaluate_run(config, run)
-            tracker.log(prepared.plan.blocks, result_metrics(found), prepared.plan.blocks)
-            print(evaluation_text([(run.name, found)]), flush=True)
-    tracker.finish(code)
+    with ExitStack() as recording:
+        with ExitStack() as closing:
+            try:
+                with heart.phase("load"):
+                    prepared = prepare(config, run, logs, closing)
+            except Stopped as stopped:
+                print(stopped, flush=True)
+                return EXIT_STOPPED
+            tracker = recording.enter_context(open_tracker(config, run, None, is_main=True))
+            code = 0 if prepared.parts.is_joined else _generate(config, prepared, logs, tracker)
+        if code == 0:
+            print(f"responses: {run.responses}", flush=True)
+            if isinstance(config, EvalConfig):
+                with heart.phase("testing"):
+                    found = evaluate_run(config, run)
+                tracker.log(prepared.plan.blocks, result_metrics(found), prepared.plan.blocks)
+                print(evaluation_text([(run.name, found)]), flush=True)
+        tracker.finish(code)
     return code
 
 
@@ -54,7 +55,8 @@ def _generate(config: GenerateConfig, prepared: Prepared, logs: Path, tracker: T
         workers = start_workers(config, logs)
     state = open_generation(config, prepared, workers, tracker)
     state.began = time.monotonic()
-    code = generate(state)
+    with tracker:
+        code = generate(state)
     if code == 0:  # after a stop, the engines are still generating; they end with the driver
         try:
             loaded = state.queue.loaded  # one that still loads would not answer

@@ -23,6 +23,7 @@ from hpc_rl.environments.loading import ENVIRONMENT, TOOLS
 from hpc_rl.errors import UserError
 from hpc_rl.host.ray_version import check_ray, installed_ray
 from hpc_rl.host.secrets import names_secret
+from hpc_rl.host.signs_of_life import doing
 from hpc_rl.images.run_options import image_preflight
 from hpc_rl.plan.memory import models_of
 from hpc_rl.rewards.check import check_url
@@ -97,15 +98,23 @@ def check(*jobs: Job, local: bool = False) -> list[str]:
     """
     checks = CHECKS if local else (*CHECKS, partition, shared)
     problems, notes = [], []
-    for question in dict.fromkeys(question for job in jobs for look in checks for question in look(job)):
+    asked = {question: purpose_of(look) for job in jobs for look in checks for question in look(job)}
+    for question, purpose in asked.items():
         try:
-            if note := question.check(*question.arguments):
+            with doing(f"checking {purpose}"):
+                note = question.check(*question.arguments)
+            if note:
                 notes += note.splitlines()
         except UserError as error:
             problems.append(str(error))
     if problems:  # jobs of a pipeline may ask several questions with the same answer
         raise UserError("\n".join(dict.fromkeys(problems)))
     return list(dict.fromkeys(notes))
+
+
+def purpose_of(look: Callable[[Job], Iterator[Question]]) -> str:
+    """Return what the questions of a check are for: "whether ..."."""
+    return " ".join(str(look.__doc__).removeprefix("Ask ").partition(".")[0].split())
 
 
 def run_directory(job: Job) -> Iterator[Question]:

@@ -32,11 +32,10 @@ class Ask:
 def ask_of(config: JobConfig) -> Ask | None:
     """Return the request of a job; None if its nodes come from one of several clusters, or from a reservation."""
     slurm = config.slurm
-    clusters = str(slurm.sbatch.get("clusters") or "")
-    if "reservation" in slurm.sbatch or not is_single(clusters):
+    if "reservation" in slurm.sbatch or not is_single(slurm.clusters):
         return None
     time = None if slurm.qos is not None else slurm.time  # a quality of service may have a limit of its own
-    return Ask(slurm.partition, _need(config), time, slurm.qos is not None, clusters)
+    return Ask(slurm.partition, _need(config), time, slurm.qos is not None, slurm.clusters)
 
 
 def check_partition(ask: Ask, nodes: commands.NodeListing) -> str | None:

@@ -1,0 +1,135 @@
+"""What a command does, in a line on standard error, if its user has seen nothing for two seconds.
+
+The commands switch this on with `signs_of_life`. In other programs, `doing` has no effect.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+QUIET = "HPC_RL_QUIET"
+"""Variable for programs that read the errors of a command."""
+QUIET_S = 2.0
+_POLL_S = 0.1
+
+
+class Life:
+    """What the program is doing now, and when its user has last seen something.
+
+    Args:
+        say: shows a line.
+        began: time when the program started. All times are seconds of one clock.
+    """
+
+    def __init__(self, say: Callable[[str], None], began: float) -> None:
+        self._say = say
+        self._seen = began
+        self._whole: str | None = None
+        self._parts: list[tuple[str, float]] = []
+        self._said: set[str] = set()
+
+    def is_to(self, what: str) -> None:
+        """Receive what the whole program does. It is said only if the program has printed nothing."""
+        self._whole = what
+
+    def begin(self, what: str, at: float) -> None:
+        """Receive what the program does now."""
+        self._parts.append((what, at))
+
+    def end(self) -> None:
+        """End what was begun last."""
+        self._parts.pop()
+
+    def printed(self, at: float) -> None:
+        """Note that the user has seen something."""
+        self._whole, self._seen = None, at
+
+    def check(self, at: float) -> None:
+        """Say what the program does, if it is time. Nothing is said twice."""
+        parts, whole = self._parts[-1:], self._whole  # another thread may end a part
+        if whole is not None:
+            what, since = parts[0][0] if parts else whole, self._seen
+        elif parts:
+            what, since = parts[0][0], max(parts[0][1], self._seen)
+        else:
+            return
+        if at - since >= QUIET_S and what not in self._said:
+            self._said.add(what)
+            self._say(what)
+            self.printed(at)
+
+
+_life: Life | None = None
+
+
+@contextmanager
+def signs_of_life() -> Iterator[None]:
+    """Show signs of life of this program, except in a pipe that also has its output, or if the user has set QUIET."""
+    global _life
+    if os.environ.get(QUIET) or _share_a_pipe():
+        yield
+        return
+    _life, ended = Life(_say, _start_of_program()), threading.Event()
+    threading.Thread(target=_watch, args=(_life, ended), daemon=True).start()
+    try:
+        yield
+    finally:
+        ended.set()
+        _life = None
+
+
+@contextmanager
+def doing(what: str) -> Iterator[None]:
+    """Say what the program does, such as "reading train.jsonl", if this takes longer than the user should wait."""
+    life = _life if threading.current_thread() is threading.main_thread() else None
+    if life is not None:
+        life.begin(what, time.monotonic())
+    try:
+        yield
+    finally:
+        if life is not None:
+            life.end()
+
+
+def begin_command(what: str) -> None:
+    """Say what the command does as a whole, unless it prints something soon."""
+    if _life is not None:
+        _life.is_to(what)
+
+
+def printed() -> None:
+    """Note that the program has printed something, or waits for its user."""
+    if _life is not None:
+        _life.printed(time.monotonic())
+
+
+def _watch(life: Life, ended: threading.Event) -> None:
+    while not ended.wait(_POLL_S):
+        life.check(time.monotonic())
+
+
+def _say(what: str) -> None:
+    with suppress(OSError, ValueError):  # it is closed
+        sys.stderr.write(f"hpc-rl: {what}\n")
+
+
+def _share_a_pipe() -> bool:
+    """Return whether standard output and errors are the same file or pipe, which another program may read."""
+    try:
+        out, errors = os.fstat(1), os.fstat(2)
+        return os.path.samestat(out, errors) and not os.isatty(2)
+    except OSError:  # closed
+        return True
+
+
+def _start_of_program() -> float:
+    """Return when this process started, as time.monotonic() counts (proc(5), field 22 of stat)."""
+    ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
+    age_s = time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
+    return time.monotonic() - age_s
