@@ -13,7 +13,7 @@ from collections.abc import Callable
 import torch
 from torch.nn.functional import kl_div
 
-from benchmarks.memory import HIDDEN, TOKENS, VOCABULARY, compare, peak
+from benchmarks.memory import HIDDEN, VOCABULARY, compare, peak
 from hpc_rl.training.models.distill_head import Terms, distillation_sum, live
 
 Loss = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
@@ -48,10 +48,10 @@ VARIANTS: dict[str, Loss] = {
 }
 
 
-def measure(loss: Loss, device: torch.device) -> dict[str, float]:
+def measure(loss: Loss, tokens: int, device: torch.device) -> dict[str, float]:
     """Return the peak memory in GiB beyond the inputs, and the wall time."""
     torch.manual_seed(0)
-    hidden, theirs = (torch.randn(TOKENS, HIDDEN, device=device) for _ in range(2))
+    hidden, theirs = (torch.randn(tokens, HIDDEN, device=device) for _ in range(2))
     weight, head = (torch.randn(VOCABULARY, HIDDEN, device=device) / HIDDEN**0.5 for _ in range(2))
     hidden.requires_grad_()
     weight.requires_grad_()

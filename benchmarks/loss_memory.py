@@ -11,7 +11,7 @@ from collections.abc import Callable
 import torch
 from torch.nn.functional import cross_entropy, log_softmax
 
-from benchmarks.memory import HIDDEN, TOKENS, VOCABULARY, compare, peak
+from benchmarks.memory import HIDDEN, VOCABULARY, compare, peak
 from hpc_rl.training.models.lm_head import cross_entropy_sum, token_logprobs
 
 Loss = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
@@ -37,12 +37,12 @@ VARIANTS: dict[str, Loss] = {
 }
 
 
-def measure(loss: Loss, device: torch.device) -> dict[str, float]:
+def measure(loss: Loss, tokens: int, device: torch.device) -> dict[str, float]:
     """Return the peak memory in GiB beyond the inputs, and the wall time."""
     torch.manual_seed(0)
-    hidden_NH = torch.randn(TOKENS, HIDDEN, device=device).requires_grad_()
+    hidden_NH = torch.randn(tokens, HIDDEN, device=device).requires_grad_()
     weight_VH = (torch.randn(VOCABULARY, HIDDEN, device=device) / HIDDEN**0.5).requires_grad_()
-    targets_N = torch.randint(VOCABULARY, (TOKENS,), device=device)
+    targets_N = torch.randint(VOCABULARY, (tokens,), device=device)
     loss(hidden_NH[:2], weight_VH[:64], targets_N[:2] % 64).backward()  # libraries are loaded at first use
     hidden_NH.grad = weight_VH.grad = None
     found = peak(lambda: loss(hidden_NH, weight_VH, targets_N), device)

@@ -11,7 +11,7 @@ import json
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TypeVar
 
@@ -27,7 +27,7 @@ def compare(
     name: str,
     about: str | None,
     variants: Mapping[str, Loss],
-    measure: Callable[[Loss, torch.device], dict[str, float]],
+    measure: Callable[[Loss, int, torch.device], dict[str, float]],
     plain: Callable[[str], str],
     base: str,
 ) -> None:
@@ -35,20 +35,22 @@ def compare(
 
     Args:
         name: of the benchmark's module.
-        measure: returns the peak memory in GiB and the seconds of one variant.
+        measure: returns the peak memory in GiB and the seconds of one variant for a number of tokens.
         plain: name of a variant -> the variant that it is compared with.
         base: heading of the column with the comparison.
     """
     parser = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
+    parser.add_argument("--tokens", type=int, default=TOKENS, help="(default: %(default)s)")
     parser.add_argument("--variant", choices=list(variants), help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.device == "cuda" and not torch.cuda.is_available():
         sys.exit(f"benchmarks.{name}: torch does not find a CUDA device")
     if arguments.variant:
-        print(json.dumps(measure(variants[arguments.variant], torch.device(arguments.device))))
+        print(json.dumps(measure(variants[arguments.variant], arguments.tokens, torch.device(arguments.device))))
         return
-    results = {variant: _in_own_process(name, variant, arguments.device) for variant in variants}
+    options = ["--device", arguments.device, "--tokens", str(arguments.tokens)]
+    results = {variant: _in_own_process(name, variant, options) for variant in variants}
     rows = []
     for variant, found in results.items():
         ratio = found["gib"] / results[plain(variant)]["gib"]
@@ -65,8 +67,8 @@ def peak(loss: Callable[[], torch.Tensor], device: torch.device) -> dict[str, fl
     return {"gib": after - before, "seconds": time.perf_counter() - start}
 
 
-def _in_own_process(name: str, variant: str, device: str) -> dict[str, float]:
-    command = [sys.executable, "-m", f"benchmarks.{name}", "--device", device, "--variant", variant]
+def _in_own_process(name: str, variant: str, options: Sequence[str]) -> dict[str, float]:
+    command = [sys.executable, "-m", f"benchmarks.{name}", *options, "--variant", variant]
     found: dict[str, float] = json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout)
     return found
 

@@ -88,7 +88,7 @@ def start(module: str, arguments: Sequence[str], folder: Path, first_on_path: st
         "CUDA_VISIBLE_DEVICES": "",
         "HF_HUB_OFFLINE": "1",
         "TOKENIZERS_PARALLELISM": "false",
-        "PYTHONPATH": os.pathsep.join(filter(None, [first_on_path, str(ROOT)])),
+        "PYTHONPATH": os.pathsep.join(filter(None, [first_on_path, str(ROOT), os.environ.get("PYTHONPATH")])),
     }
     return Contestant(module, arguments, env, folder / f"{module.rpartition('.')[2]}.log")
 

@@ -56,11 +56,14 @@ class Contestant:
         self._connection: Connection[Any, Any] | None = None
 
     def wait_until_ready(self) -> None:
-        self._listener._listener._socket.settimeout(START_S)  # type: ignore[attr-defined]
-        try:
-            self._connection = self._listener.accept()
-        except TimeoutError:
-            self._fail("did not start")
+        self._listener._listener._socket.settimeout(1)  # type: ignore[attr-defined]
+        deadline = time.monotonic() + START_S
+        while self._connection is None:
+            try:
+                self._connection = self._listener.accept()
+            except TimeoutError:
+                if self._process.poll() is not None or time.monotonic() > deadline:
+                    self._fail("did not start")
         self._answer(START_S)
 
     def turn(self, steps: int) -> Turn:

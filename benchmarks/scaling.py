@@ -76,7 +76,8 @@ def run_rank(sharding: str) -> None:
     world = distributed.start("cpu", 60)
     with tempfile.TemporaryDirectory() as folder:
         data = samples(BATCH * (STEPS + 1), 4096, all_targets=True)
-        settings = sft_config(BATCH, FinetuneTrainerConfig.model_validate({"device": "cpu", "sharding": sharding}))
+        trainer = {"device": "cpu", "sharding": sharding, "micro_tokens": 4096}
+        settings = sft_config(BATCH, FinetuneTrainerConfig.model_validate(trainer))
         state = trainer_state(qwen2_config(4096), data, settings, world, Path(folder))
         step(state, Clock())
         rate = max(step_rate(state) for _ in range(STEPS))

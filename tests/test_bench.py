@@ -16,8 +16,8 @@ PACKAGES = ROOT / "build/bench"
 SMALL = {
     "sft": "--vocabulary 4096 --repeats 1",
     "preferences": "--vocabulary 4096 --repeats 1",
-    "loss_memory": "",
-    "divergence_memory": "",
+    "loss_memory": "--tokens 256",
+    "divergence_memory": "--tokens 256",
     "scaling": "--repeats 1",
     "ray_up": "--nodes 2 --repeats 1",
     "ppo": "--repeats 1 --steps 1",

@@ -8,8 +8,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
-INTRUDER = 64242
-"""A user id that nobody has."""
+from tests.security.users import INTRUDER
 
 
 def as_intruder(commands: str, environ: Mapping[str, str], folder: Path) -> subprocess.CompletedProcess[str]:

@@ -1,6 +1,6 @@
 """Attempts of another user by means of files, as a table: ATTEMPTS. None succeeds, and none makes a command wait.
 
-The intruder is another user id of this machine, so root is needed. This process, and so the user, is root.
+Both users are ordinary ones: what the user does runs in a copy of this process, which is root's.
 """
 
 from __future__ import annotations
@@ -9,12 +9,9 @@ import json
 import os
 import re
 import shutil
-import signal
 import subprocess
 import sys
 import tempfile
-import threading
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,19 +25,15 @@ from hpc_rl.host.scratch import held_scratch, job_folders, local_folder, remove_
 from hpc_rl.images.build import _workplace
 from hpc_rl.run_dir import RunDir, submitting
 from hpc_rl.runs import control
-from hpc_rl.runs.status import process_start_time, status_of
+from hpc_rl.runs.status import status_of
 from hpc_rl.submission.preflight.folders import check_run_dir
 from hpc_rl.submission.requeue import _own_script, requeue
 from hpc_rl.submission.script import support_text
 from tests.fake_slurm import calls, fake_slurm
-from tests.security.intruder import INTRUDER, as_intruder
+from tests.security.intruder import as_intruder
+from tests.security.users import INTRUDER, VICTIM, copy_of_this_process, needs_root
 
-pytestmark = [
-    pytest.mark.security,
-    pytest.mark.skipif(os.geteuid() != 0, reason="a second user needs root"),
-    pytest.mark.timeout(120),
-]
-ME = os.geteuid()
+pytestmark = [pytest.mark.security, needs_root, pytest.mark.timeout(120)]
 SCRIPT = "#!/bin/bash\nsrun true # scontrol requeue\n"
 GOLDEN = Path(__file__).parents[1] / "golden" / "sft.sbatch"
 
@@ -73,6 +66,8 @@ def place(monkeypatch: pytest.MonkeyPatch) -> Iterator[Place]:
     found = Place(base / "shared", base / "home", base / "private")
     found.shared.mkdir()
     found.shared.chmod(0o1777)
+    (base / "open").mkdir()
+    (base / "open").chmod(0o777)
     found.home.mkdir(mode=0o755)
     found.private.mkdir(mode=0o700)
     (found.home / "precious").mkdir(mode=0o500)
@@ -82,6 +77,8 @@ def place(monkeypatch: pytest.MonkeyPatch) -> Iterator[Place]:
     found.run.job.write_text(json.dumps({"job_id": "5", "working_dir": str(found.home)}))
     found.run.write_status("5", 1, "FAILED", 1)
     fake_slurm(found.private, monkeypatch)
+    for path in (found.home, found.private, *found.home.rglob("*"), *found.private.rglob("*")):
+        os.chown(path, VICTIM, VICTIM)
     monkeypatch.chdir(found.home)
     yield found
     shutil.rmtree(base)
@@ -99,7 +96,7 @@ def refused(what: Callable[[], object], said: str) -> None:
 def works_on_the_node(place: Place) -> None:
     """A job gets its folder and removes it; nothing of the user's is touched."""
     with held_scratch(place.environ, "7", place.private, 0) as folder:
-        assert folder.stat().st_mode & 0o777 == 0o700 and folder.stat().st_uid == ME
+        assert folder.stat().st_mode & 0o777 == 0o700 and folder.stat().st_uid == VICTIM
         assert folder.parent == place.shared
     assert not folder.exists()
     assert not [path for path in job_folders(place.environ, "7") if path.parent == place.shared]
@@ -113,7 +110,7 @@ def is_untouched(place: Place) -> None:
 
 def cleans_up(place: Place) -> None:
     """The job script's last block, as it runs on each node."""
-    own = place.shared / f"{ME}.7.abc"
+    own = place.shared / f"{VICTIM}.7.abc"
     (own / "read-only").mkdir(parents=True)
     (own / "read-only").chmod(0o500)
     block = re.search(r"^      (bash -c '.*?') 2> /dev/null \|\| true$", support_text(), re.DOTALL | re.MULTILINE)
@@ -145,11 +142,11 @@ def builds_an_image(place: Place) -> None:
     try:
         with _workplace() as (work, cache):
             for folder in (work, cache):
-                assert folder.stat().st_uid == ME and folder.parent.stat().st_mode & 0o777 == 0o700
+                assert folder.stat().st_uid == VICTIM and folder.parent.stat().st_mode & 0o777 == 0o700
     finally:
         os.environ.pop("TMPDIR")
         os.environ.update({} if previous is None else {"TMPDIR": previous})
-    assert [path.name for path in place.shared.iterdir()] == [f"{ME}.hpc-rl-images"]
+    assert [path.name for path in place.shared.iterdir()] == [f"{VICTIM}.hpc-rl-images"]
 
 
 def refuses_the_folder(path: str, said: str) -> Callable[[Place], None]:
@@ -218,18 +215,12 @@ def reads_without_waiting(place: Place) -> None:
 
 
 def acts_on_no_run_of_others(place: Place) -> None:
-    """job.json names a process of the user, and a job of the user."""
-    with subprocess.Popen(["sleep", "600"]) as mine:
-        facts = {"job_id": "local-1", "host": os.uname().nodename, "pid": mine.pid}
-        facts["start_time"] = process_start_time(mine.pid)
-        planted = place.shared / "evil" / "job.json"
-        planted.write_text(json.dumps(facts))
-        os.chown(planted, INTRUDER, INTRUDER)
-        run = RunDir(place.shared / "evil")
-        for act in (control.cancel, control.stop, requeue):
-            refused(lambda act=act: act(run), "belongs to")
-        assert mine.poll() is None and not (run.path / "stop").exists() and calls(place.private) == []
-        mine.kill()
+    """job.json names this process of the user as a run on this machine, and the user has the right to end it."""
+    run = RunDir(place.shared / "evil")
+    assert json.loads(run.job.read_text())["pid"] == os.getpid()
+    for act in (control.cancel, control.stop, requeue):
+        refused(lambda act=act: act(run), "belongs to")
+    assert not (run.path / "stop").exists() and calls(place.private) == []
 
 
 def writes_no_links_target(place: Place) -> None:
@@ -255,19 +246,20 @@ def refuses_the_lock(place: Place) -> None:
 
 
 def uses_tmp(place: Place) -> None:
-    place.shared.chmod(0o777)  # like a badly configured local disk
-    assert local_folder(place.environ) == Path("/tmp")
-    assert kept_folder(place.shared) is None
+    disk = place.shared.parent / "open"  # like a badly configured local disk
+    assert local_folder({"TMPDIR": str(disk)}) == Path("/tmp")
+    assert kept_folder(disk) is None
 
 
 @dataclass(frozen=True)
 class Attempt:
     plant: str
-    """Lines of bash that the intruder runs in the shared folder. HOME is the user's, ME the user's id."""
+    """Lines of bash that the intruder runs in the shared folder. HOME is the user's, ME the user's id, PID the process
+    id of `then`."""
     then: Callable[[Place], None]
     """What the user or the user's job does afterwards."""
     carelessness: str = ""
-    """Lines of bash that the user has run before, in the same folder."""
+    """Lines of bash that the user, who is in the intruder's group too, has run before, in the same folder."""
     succeeds: bool = True
     """Whether the intruder's lines are possible at all."""
 
@@ -312,7 +304,7 @@ ATTEMPTS = {
     "a file in place of the folder for images": Attempt("touch $ME.hpc-rl-images", builds_an_image),
     "a folder in place of the folder for images": Attempt("mkdir -m 777 $ME.hpc-rl-images", builds_an_image),
     "a link in place of the folder for images": Attempt("ln -s $HOME/precious $ME.hpc-rl-images", builds_an_image),
-    "a disk without the sticky bit": Attempt("mkdir -m 777 $ME.7.abc", uses_tmp),
+    "a disk without the sticky bit": Attempt("mkdir -m 777 ../open/$ME.7.abc", uses_tmp),
     # Run directories
     "a run directory": Attempt("mkdir -m 777 run", refuses_the_folder("shared/run", "belongs to user")),
     "a run directory with a script": Attempt(
@@ -404,7 +396,7 @@ ATTEMPTS = {
         succeeds=False,
     ),
     "a link under the temporary name of a file": Attempt(
-        f"mkdir -m 777 open; ln -s $HOME/precious/file open/.stop.{os.uname().nodename}.{os.getpid()}.partial",
+        f"mkdir -m 777 open; ln -s $HOME/precious/file open/.stop.{os.uname().nodename}.$PID.partial",
         writes_no_links_target,
     ),
     # Runs of others
@@ -413,7 +405,9 @@ ATTEMPTS = {
         reads_without_waiting,
     ),
     "a run that names a process of the user": Attempt(
-        "mkdir -m 777 evil; touch evil/job.sbatch", acts_on_no_run_of_others
+        "mkdir -m 777 evil; cd evil; touch job.sbatch; started=$(sed 's/.*) //' /proc/$PID/stat | cut -d ' ' -f 20); "
+        """echo '{"job_id": "local-1", "host": "'$(uname -n)'", "pid": '$PID', "start_time": '$started'}' > job.json""",
+        acts_on_no_run_of_others,
     ),
     "reading a run": Attempt("cat $HOME/../private/slurm/sbatch", is_untouched, succeeds=False),
 }  # fmt: skip
@@ -422,30 +416,12 @@ ATTEMPTS = {
 @pytest.mark.parametrize("name", ATTEMPTS)
 def test_attempt(place: Place, name: str) -> None:
     attempt = ATTEMPTS[name]
-    environ = {"HOME": str(place.home), "ME": str(ME)}
+    environ = {"HOME": str(place.home), "ME": str(VICTIM)}
     if attempt.carelessness:
-        own = {**os.environ, **environ}
-        subprocess.run(["bash", "-euc", attempt.carelessness], cwd=place.shared, env=own, check=True, timeout=600)
-    done = as_intruder(attempt.plant, environ, place.shared)
-    assert (done.returncode == 0) == attempt.succeeds, done.stderr
-    with deadline(30):
-        attempt.then(place)
-
-
-class deadline:
-    """Fail if the block takes longer: a command that waits for the intruder would do so for ever."""
-
-    def __init__(self, seconds: float) -> None:
-        self._timer = threading.Timer(seconds, os.kill, (os.getpid(), signal.SIGALRM))
-
-    def __enter__(self) -> None:
-        self._began = time.monotonic()
-        signal.signal(signal.SIGALRM, self._fail)
-        self._timer.start()
-
-    def __exit__(self, *_: object) -> None:
-        self._timer.cancel()
-        signal.signal(signal.SIGALRM, signal.SIG_DFL)
-
-    def _fail(self, *_: object) -> None:
-        raise TimeoutError(f"still waiting after {time.monotonic() - self._began:.0f} s")
+        subprocess.run(
+            ["bash", "-euc", attempt.carelessness], cwd=place.shared, env={**os.environ, **environ},
+            user=VICTIM, group=VICTIM, extra_groups=[INTRUDER], check=True, timeout=600,
+        )  # fmt: skip
+    with copy_of_this_process(VICTIM, lambda: attempt.then(place), deadline_s=60) as pid:
+        done = as_intruder(attempt.plant, {**environ, "PID": str(pid)}, place.shared)
+        assert (done.returncode == 0) == attempt.succeeds, done.stderr

@@ -6,12 +6,15 @@ Programs of both users then see it in a mount namespace of their own, in which n
 
 from __future__ import annotations
 
+import ctypes
 import json
+import multiprocessing
 import os
 import shlex
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
@@ -23,6 +26,8 @@ VICTIM, INTRUDER = 64241, 64242
 REPOSITORY = Path(__file__).parents[2]
 DEADLINE_S = 120
 """For one command, however busy the machine is: no command waits for what another user has planted."""
+_LIBC = ctypes.CDLL(None, use_errno=True)
+_CLONE_NEWNS, _PR_SET_DUMPABLE = 0x20000, 4
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can become two other users")
 
 
@@ -99,6 +104,37 @@ class Terminal:
         self._server.stdin.write(json.dumps(request) + "\n")
         self._server.stdin.flush()
         return Done(**json.loads(self._server.stdout.readline()))
+
+
+@contextmanager
+def copy_of_this_process(uid: int, work: Callable[[], None], *, deadline_s: float) -> Iterator[int]:
+    """Fork an ordinary user's process, yield its id, and then let it call a function, which has to return in time."""
+    fork = multiprocessing.get_context("fork")
+    may_work = fork.Event()
+
+    def become_ordinary_and_work() -> None:
+        if _LIBC.unshare(_CLONE_NEWNS):
+            raise OSError(ctypes.get_errno(), "unshare")
+        subprocess.run(["sh", "-euc", "\n".join(_openings())], check=True, timeout=DEADLINE_S)
+        os.setgroups([])
+        os.setresgid(uid, uid, uid)
+        os.setresuid(uid, uid, uid)
+        _LIBC.prctl(_PR_SET_DUMPABLE, 1)  # /proc/self is its own, as it is after a start
+        may_work.wait()
+        work()
+
+    process = fork.Process(target=become_ordinary_and_work)
+    process.start()
+    try:
+        assert process.pid is not None
+        yield process.pid
+        may_work.set()
+        process.join(deadline_s)
+        assert process.exitcode is not None, f"it is still waiting after {deadline_s:.0f} s"
+        assert process.exitcode == 0, "it failed, see the captured output"
+    finally:
+        process.kill()
+        process.join()
 
 
 def environment(home: Path, more: Mapping[str, str]) -> dict[str, str]:

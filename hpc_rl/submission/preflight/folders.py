@@ -41,8 +41,8 @@ def check_run_dir(path: Path, group: str | None = None) -> str | None:
     existing = next(folder for folder in [path, *path.parents] if folder.exists())
     if not existing.is_dir():
         raise UserError(f"run directory {path}: {existing} is a file")
-    refuse_unwritable(existing, f"run directory {path}")
     RunDir(path).check_owner(group)
+    refuse_unwritable(existing, f"run directory {path}")
     space = space_of(existing)
     return f"run directory {path}: {space}, which is little for a job" if space.problem else None
 
