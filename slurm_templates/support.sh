@@ -1,7 +1,8 @@
 # shellcheck shell=bash disable=SC2016,SC2154,SC2317 # the script sets variables, and its lines call `module`; traps call functions
 # The functions of job.sbatch. `hpc-rl` writes this file beside each job script, which reads it only if it is unchanged.
 #
-# begin_job, begin_setup ... end_of_setup, begin_attempt, begin_step, the step, end_job: in this order. The script sets `python`, and
+# begin_job, begin_setup ... end_of_setup, begin_attempt, begin_step, the step, end_job: in this order. The script sets `python`,
+# and with the prefix hpc_rl_
 #   warned_within_s                    seconds before the end of the walltime in which a warning of Slurm is about the walltime
 #   start_timeout, start_timeout_key   seconds within which the first task has to start (empty: no limit), and the option's name
 #   requeue, max_node_failures         whether the job may be queued again, and how often after it has lost a node
@@ -58,7 +59,7 @@ warn() { # starts no program: if srun ended meanwhile, bash would lose its exit 
   local now reason=walltime
   printf -v now '%(%s)T' -1
   latest_end
-  [ "$((${HPC_RL_JOB_END:-0} - now))" -le "$warned_within_s" ] || reason=preemption
+  [ "$((${HPC_RL_JOB_END:-0} - now))" -le "$hpc_rl_warned_within_s" ] || reason=preemption
   set -o noclobber
   { echo "$reason" > "$HPC_RL_RUN_DIR/stop"; } 2> /dev/null || true
   set +o noclobber
@@ -251,7 +252,7 @@ finish() {
     [0-9]*) report FAILED "$code" ;;
     *) report "$terminated" "$code" ;;
   esac
-  run_epilogue
+  (run_epilogue) || true
 }
 
 # Slurm ends the job: it is cancelled, preempted or queued again, or its walltime is over. The tasks are signalled too, and
@@ -286,7 +287,7 @@ end_job() {
         end=$HPC_RL_ATTEMPT_DIR/.job-end
         if SLURM_JOB_END_TIME='' job_end > "$end.new" && [ -s "$end.new" ]; then mv "$end.new" "$end" || true; fi
       fi
-      if [ -n "$start_timeout" ] && [ ! -e "$no_start" ] && [ $((SECONDS - begin)) -gt "$start_timeout" ]; then
+      if [ -n "$hpc_rl_start_timeout" ] && [ ! -e "$no_start" ] && [ $((SECONDS - begin)) -gt "$hpc_rl_start_timeout" ]; then
         begin=9999999999
         if ! compgen -G "$HPC_RL_ATTEMPT_DIR/.*.here"; then touch "$no_start" && kill -TERM "$step"; fi
       fi
@@ -305,7 +306,7 @@ end_job() {
     code=1
   elif [ -e "$no_start" ]; then
     code=1
-    echo "hpc-rl: srun has started no task within $start_timeout s ($start_timeout_key). Another job step may hold the nodes" \
+    echo "hpc-rl: srun has started no task within $hpc_rl_start_timeout s ($hpc_rl_start_timeout_key). Another job step may hold the nodes" \
       "(squeue --steps --jobs=$SLURM_JOB_ID): end it; srun's own reason is above" >&2
   elif [ -n "$terminated" ]; then
     : # Slurm ended the tasks
@@ -321,7 +322,7 @@ end_job() {
       bash -c 'find -H /tmp /var/tmp /dev/shm "${TMPDIR:-/tmp}" -mindepth 1 -maxdepth 1 -type d -user "$(id -u)" \
         -name "$(id -u).$SLURM_JOB_ID.*" -exec chmod -R u+rwX {} + -exec rm -rf {} +' 2> /dev/null || true
   fi
-  [ -z "$requeue" ] || queue_again_if_due
+  [ -z "$hpc_rl_requeue" ] || queue_again_if_due
   [ -z "$terminated" ] || code=143
   exit "$code"
 }
@@ -372,7 +373,7 @@ requeue() { # WHY [NODES TO LEAVE OUT]
   ! is_latest || rm -f "$HPC_RL_RUN_DIR/stop"
   rm -f "$HPC_RL_ATTEMPT_DIR/.ray-token"
   report REQUEUED "$code"
-  (trap '' TERM && run_epilogue)
+  (trap '' TERM && run_epilogue) || true
   if ! queue_again; then
     if [ "$terminated" = CANCELLED ]; then
       code=143
@@ -422,13 +423,13 @@ queue_again_if_due() {
     failures=$(grep --count "^$job " "$HPC_RL_RUN_DIR/lost-nodes") || true
     if stopped_by_user; then
       : # the run ends here
-    elif [ "${failures:-0}" -le "$max_node_failures" ]; then
-      requeue "lost $lost_nodes (${failures:-0} of at most $max_node_failures times)" "$lost_nodes"
+    elif [ "${failures:-0}" -le "$hpc_rl_max_node_failures" ]; then
+      requeue "lost $lost_nodes (${failures:-0} of at most $hpc_rl_max_node_failures times)" "$lost_nodes"
     elif slurm_has_requeued; then
       echo "hpc-rl: lost $lost_nodes; Slurm has queued job $job again"
       terminated=REQUEUED
     else
-      echo "hpc-rl: lost $lost_nodes; job $job is not queued again (slurm.max_node_failures is $max_node_failures)"
+      echo "hpc-rl: lost $lost_nodes; job $job is not queued again (slurm.max_node_failures is $hpc_rl_max_node_failures)"
     fi
   elif [ "$code" -ne 0 ] && [ -e "$HPC_RL_ATTEMPT_DIR/.hang" ] && [ "$terminated" != CANCELLED ] && ! stopped_by_user; then
     if [ ! -e "$HPC_RL_RUN_DIR/attempt-$((attempt - 1))/.hang" ]; then

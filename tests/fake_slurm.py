@@ -10,7 +10,7 @@ _PROGRAMS = {
 cat "$0.text" 2> /dev/null || echo 7""",
     "squeue": """if [ -e "$0.text" ]; then cat "$0.text"; else echo Invalid job id specified >&2; exit 1; fi""",
     "scontrol": "echo Invalid job id specified >&2; exit 1",
-    "scancel": "",
+    "scancel": """[ ! -e "$0.fails" ] || source "$0.fails\"""",
     "sinfo": "",
     "sacct": "",
 }
@@ -18,7 +18,7 @@ cat "$0.text" 2> /dev/null || echo 7""",
 
 def fake_slurm(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Put the programs on PATH; their folder. sbatch waits as long as there is sbatch.hold in it; squeue.text and
-    sbatch.text are what these print; sbatch.fails has commands with which it fails;
+    sbatch.text are what these print; sbatch.fails and scancel.fails have commands with which they fail;
     PROGRAM.env has the variables of the last call.
     """
     programs = folder / "slurm"

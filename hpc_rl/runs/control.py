@@ -184,6 +184,22 @@ def cancel_ids(jobs: Iterable[tuple[str, RunDir]], within_s: float = commands.TI
         commands.cancel(*job_ids, place=place, within_s=within_s)
 
 
+def take_back(jobs: Sequence[tuple[str, RunDir]], error: BaseException) -> None:
+    """Cancel jobs of several stages that were queued before an error.
+
+    Raises:
+        UserError: scancel failed, so that they are still there.
+    """
+    try:
+        cancel_ids(jobs)
+    except UserError as refused:
+        job_ids = [job_id for job_id, _ in jobs]
+        raise UserError(
+            f"{str(error) or 'interrupted'}\njobs {', '.join(job_ids)} were queued before that and are still there, "
+            f"because they cannot be cancelled ({refused}): cancel them with scancel {' '.join(job_ids)}"
+        ) from error
+
+
 def check_own(run: RunDir) -> None:
     """Check that a run belongs to this user.
 

@@ -10,7 +10,7 @@ from hpc_rl.config.kinds import trained
 from hpc_rl.config.training import TrainingConfig
 from hpc_rl.errors import UnclearError, UserError
 from hpc_rl.run_dir import RunDir
-from hpc_rl.runs.control import cancel_ids
+from hpc_rl.runs.control import take_back
 from hpc_rl.runs.status import place_of
 from hpc_rl.slurm import commands
 from hpc_rl.submission import queue
@@ -87,16 +87,12 @@ def submit(stages: Sequence[Stage]) -> list[tuple[Job, str]]:
                 before, job_id = submitted[-1]
                 job = _on_model_of(job, before.run_dir, (job_id,))
             submitted.append((job, queue.submit(job, render(job))))
-    except UnclearError:
-        made.clear()
+    except BaseException as error:
+        take_back([(job_id, job.run_dir) for job, job_id in submitted], error)
+        for path in made:
+            if path.exists() and not isinstance(error, UnclearError):
+                queue.remove(path)
         raise
-    finally:
-        if len(submitted) < len(stages):
-            if submitted:
-                cancel_ids([(job_id, job.run_dir) for job, job_id in submitted])
-            for path in made:
-                if path.exists():
-                    queue.remove(path)
     return submitted
 
 

@@ -183,9 +183,13 @@ def submitted(stdout: str) -> tuple[str, str]:
     return found.pop()
 
 
+_SIGNALS = 128
+"""A shell, such as a wrapper of sbatch, adds the number of the signal that ended its last program."""
+
+
 def _is_unclear(cause: BaseException | None, reason: str) -> bool:
     """Return whether the controller may have accepted a job although sbatch has failed, or was ended."""
-    if not isinstance(cause, subprocess.CalledProcessError) or cause.returncode < 0:
+    if not isinstance(cause, subprocess.CalledProcessError) or cause.returncode < 0 or cause.returncode > _SIGNALS:
         return True
     return cause.returncode == _TIME_OVER or _UNCLEAR.search(reason) is not None
 

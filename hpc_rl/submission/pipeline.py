@@ -20,7 +20,7 @@ from hpc_rl.config.tree import read_options
 from hpc_rl.errors import UnclearError, UserError
 from hpc_rl.host.files import write_atomically
 from hpc_rl.run_dir import submitting
-from hpc_rl.runs.control import cancel_ids
+from hpc_rl.runs.control import take_back
 from hpc_rl.runs.run_sets import PipelineDir
 from hpc_rl.runs.status import ROOT, is_pipeline, place_of, status_of
 from hpc_rl.slurm import commands
@@ -116,7 +116,6 @@ def submit(planned: Plan) -> list[str]:
     """
     folder = planned.folder
     job_ids: list[str] = []
-    keeps = False
     if not queue.reserve(folder.path):
         raise UserError(f"{folder.path} has just been created by another process: choose another --job-name")
     try:
@@ -127,15 +126,11 @@ def submit(planned: Plan) -> list[str]:
                     place = place_of(planned.jobs[0].run_dir)
                     job = replace(job, after=replace(job.after, job_ids=(job_ids[-1],), place=place))
                 job_ids.append(queue.submit(job, script))
-    except UnclearError:
-        keeps = True
+    except BaseException as error:
+        take_back([(job_id, planned.jobs[0].run_dir) for job_id in job_ids], error)
+        if not isinstance(error, UnclearError):
+            queue.remove(folder.path)
         raise
-    finally:
-        if len(job_ids) < len(planned.jobs):
-            if job_ids:
-                cancel_ids((job_id, planned.jobs[0].run_dir) for job_id in job_ids)
-            if not keeps:
-                queue.remove(folder.path)
     return job_ids
 
 

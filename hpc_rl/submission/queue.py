@@ -97,8 +97,8 @@ def prepare(job: Job, script: str, code: str | None = None) -> None:
     job.run_dir.path.chmod(stat.S_IMODE(job.run_dir.path.stat().st_mode) & ~0o022)
     if job.config.slurm.group is not None:
         share(job.run_dir.path, job.config.slurm.group)
-    write_atomically(job.run_dir.script, script, forbidden=0o022)
     write_support(script, job.run_dir.support)
+    write_atomically(job.run_dir.script, script, forbidden=0o022)
     write_atomically(job.run_dir.git, git_snapshot(job.working_dir) if code is None else code)
 
 

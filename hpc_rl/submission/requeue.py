@@ -21,6 +21,7 @@ from hpc_rl.submission import queue
 from hpc_rl.submission.after import afterok, find_after_again
 from hpc_rl.submission.directives import environment_notes
 from hpc_rl.submission.resuming import check_again, start_of
+from hpc_rl.submission.script import write_support
 
 
 def requeue(run: RunDir) -> str:
@@ -45,7 +46,7 @@ def _requeue(run: RunDir) -> str:
         return f"job {now.job_id} of run {run.name} is already waiting in the queue"
     if not run.script.is_file():
         raise UserError(f"run {run.name} has no {run.script.name}: submit it again with --job-name {run.name}")
-    script = _own_script(run.script)
+    script = _script_of(run)
     refuse_edited_settings(run)
     if now.active:
         return _from_within(run, now, script)
@@ -91,7 +92,7 @@ def _from_within(run: RunDir, now: RunStatus, script: str) -> str:
             f"run {run.name} was not queued by Slurm: stop it, and run the command that started it again, "
             f"with --job-name {run.name}"
         )
-    if not re.search(r"^requeue='yes'|scontrol requeue", script, re.MULTILINE):
+    if not re.search(r"^hpc_rl_requeue='yes'|scontrol requeue", script, re.MULTILINE):
         raise UserError(
             f"job {now.job_id} of run {run.name} was submitted with slurm.requeue=false: "
             f"run hpc-rl stop {run.name} first, then hpc-rl requeue {run.name}"
@@ -104,6 +105,17 @@ def _from_within(run: RunDir, now: RunStatus, script: str) -> str:
         )
     control.ask_to_stop(run, REQUEUE)
     return f"job {now.job_id} of run {run.name} will save as soon as it can and then be requeued"
+
+
+def _script_of(run: RunDir) -> str:
+    """Return the script of a run, whose file of functions is there.
+
+    Raises:
+        UserError: somebody else could have written it, or it needs the functions of another version.
+    """
+    script = _own_script(run.script)
+    write_support(script, run.support)
+    return script
 
 
 def _own_script(path: Path) -> str:
@@ -172,7 +184,7 @@ def _requeue_pipeline(pipeline: RunSet) -> str:
         if waiting:
             _remove_from_queue(waiting, place)
     except BaseException as error:
-        _take_back(submitted, place, error)
+        control.take_back([(job_id, run_of(again[0])) for job_id in submitted], error)
         for now, job in zip(again, recorded, strict=True):
             queue.write_job(run_of(now), job)
         raise
@@ -203,22 +215,6 @@ def _remove_from_queue(waiting: Sequence[RunStatus], place: Place) -> None:
             raise
 
 
-def _take_back(submitted: Sequence[str], place: Place, error: BaseException) -> None:
-    """Cancel the new jobs of stages after an error.
-
-    Raises:
-        UserError: scancel failed, so that they are still there.
-    """
-    try:
-        if submitted:
-            commands.cancel(*submitted, place=place)
-    except UserError as refused:
-        raise UserError(
-            f"{str(error) or 'interrupted'}\njobs {', '.join(submitted)} were queued before that and are still there, "
-            f"because they cannot be cancelled ({refused}): cancel them with scancel {' '.join(submitted)}"
-        ) from error
-
-
 def _refuse_blocked(pipeline: RunSet, before: Sequence[RunStatus], again: Sequence[RunStatus]) -> None:
     """Raise UserError if a stage runs that will not complete, or that a stage before it has to precede."""
     for now in before:
@@ -244,7 +240,7 @@ def _script_of_stage(pipeline: RunSet, now: RunStatus) -> str:
         )
     run.check_owner()
     refuse_edited_settings(run)
-    return _own_script(run.script)
+    return _script_of(run)
 
 
 def requeue_sweep(sweep: SweepDir) -> str:
@@ -273,7 +269,7 @@ def _requeue_sweep(sweep: SweepDir) -> str:
     for now in again.values():  # the array runs these scripts
         run_of(now).check_owner()
         refuse_edited_settings(run_of(now))
-        _own_script(run_of(now).script)
+        _script_of(run_of(now))
     notes = check_again([run_of(now) for now in again.values()])
     limit = re.search(r"^#SBATCH --array=\S*?(%\d+)$", script, re.MULTILINE)
     after = find_after_again(sweep.runs())

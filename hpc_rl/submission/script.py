@@ -60,8 +60,8 @@ def write_support(script: str, path: Path) -> None:
     """
     text = support_text()
     wanted = _SUPPORT_SUM.search(script)
-    if wanted is None and path.is_file():
-        return  # the script of a template or a version that does not compare
+    if wanted is None and (path.is_file() or path.name not in script):
+        return  # the script of a template or a version that does not compare, or needs no such file
     if wanted is None or wanted[1] == _sum(text):
         write_atomically(path, text, forbidden=0o022)
         return
@@ -216,9 +216,10 @@ def _config_text(job: Job) -> str:
         UserError: it is larger than what can be read.
     """
     text = dump(job.config).rstrip()
-    if len(text) > MOST_OWN_BYTES:
+    size = len(text.encode())
+    if size > MOST_OWN_BYTES:
         raise UserError(
-            f"the configuration has {len(text):,} bytes, and a job script at most {MOST_OWN_BYTES:,}: if it is long "
+            f"the configuration has {size:,} bytes, and a job script at most {MOST_OWN_BYTES:,}: if it is long "
             "because of its data files, join them into fewer, larger ones"
         )
     return text

@@ -156,7 +156,7 @@ def test_functions_that_the_set_up_defines_replace_none_of_the_scripts(tmp_path:
 
 @pytest.mark.parametrize("exits", [0, 3])
 def test_the_epilogue_runs_however_the_job_ends_and_changes_nothing(tmp_path: Path, exits: int) -> None:
-    lines = ["echo left with $code$not_set", "false"]
+    lines = ["echo left with $code$not_set", "false", "exit 9"]
     job = torchrun_job(tmp_path / "run", **{"slurm.epilogue": lines})
     done, _ = run_script(job, tmp_path, exits=exits)
     assert done.returncode == exits
@@ -165,7 +165,7 @@ def test_the_epilogue_runs_however_the_job_ends_and_changes_nothing(tmp_path: Pa
 
 
 def test_the_epilogue_runs_before_a_requeue(tmp_path: Path) -> None:
-    job = torchrun_job(tmp_path / "run", **{"slurm.epilogue": ["echo left with $code"]})
+    job = torchrun_job(tmp_path / "run", **{"slurm.epilogue": ["echo left with $code", "exit 9"]})
     done, _ = run_script(job, tmp_path, step='echo walltime > "$HPC_RL_RUN_DIR/stop"; exit 75')
     assert done.returncode == 75
     assert done.stdout.splitlines() == ["hpc-rl: stopped before the walltime; job 7 is queued again", "left with 75"]

@@ -133,6 +133,23 @@ def test_the_files_stay_if_a_stage_may_be_queued(
     assert len(scripts) == 2 * stays and (tmp_path / "runs").exists() == stays
 
 
+@pytest.mark.parametrize("is_chain", [True, False])
+def test_the_first_error_is_shown_if_the_stages_before_cannot_be_cancelled(
+    tmp_path: Path, file: str, monkeypatch: pytest.MonkeyPatch, is_chain: bool
+) -> None:
+    programs = fake_slurm(tmp_path, monkeypatch)
+    (programs / "sbatch.fails").write_text('if [ -e "$0.first" ]; then exit 124; fi; touch "$0.first"')
+    (programs / "scancel.fails").write_text("echo no answer >&2; exit 1")
+    with pytest.raises(
+        UserError, match=r"(?s)squeue --me.*\njobs 7 were queued .*: cancel them with scancel 7$"
+    ):
+        if is_chain:
+            chain.submit(chain_plan(f"{FIRST} -- {SECOND}")[0])
+        else:
+            pipeline.submit(pipeline.plan(Asked(file, ["model=model"], rounds=1)))
+    assert len(list((tmp_path / "runs").rglob("job.sbatch"))) == 2, "the jobs need them"
+
+
 def test_a_later_stage_can_use_what_the_first_one_waits_for(
     tmp_path: Path, file: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -88,6 +89,20 @@ def test_a_run_is_requeued_where_it_was(tmp_path: Path, slurm: Path, where: str)
         assert refused.returncode == 2 and "--clusters=other, but its run" in refused.stderr
 
 
+def test_a_run_is_requeued_with_the_functions_of_its_script(tmp_path: Path, slurm: Path) -> None:
+    assert hpc_rl("submit", "torchrun", "--job-name", "mine", *PROGRAM).returncode == 0
+    run = RunDir(tmp_path / "runs/mine")
+    run.write_status("7", 1, "FAILED", 1)
+    run.support.unlink()
+    assert hpc_rl("requeue", "mine").returncode == 0 and run.support.is_file()
+    run.write_status("7", 1, "FAILED", 1)
+    run.script.write_text(re.sub("'[0-9a-f]{64}  -'", f"'{'0' * 64}  -'", run.script.read_text()))
+    begun = len(calls(tmp_path))
+    refused = hpc_rl("requeue", "mine")
+    assert refused.returncode == 2 and "rendered by another version of hpc-rl" in refused.stderr
+    assert "sbatch" not in asked(tmp_path, begun)
+
+
 def test_the_points_of_a_sweep_are_where_the_array_is(tmp_path: Path, slurm: Path) -> None:
     (slurm / "sbatch.text").write_text("7;foo\n")
     command = ("sweep", "torchrun", "--job-name", "many", "slurm.env.LR=1,2", *PROGRAM)
@@ -162,6 +177,7 @@ def test_without_one_answer_nothing_is_cancelled(tmp_path: Path, slurm: Path, pr
         ("echo 'error: Unable to contact slurm controller (receive failure)' >&2; exit 1", True),
         ("exit 124", True),
         ("kill -KILL $$", True),
+        ("exit 137", True),
         ("echo 'sbatch: error: Unable to contact slurm controller (connect failure)' >&2; exit 1", False),
         ("echo 'sbatch: error: Batch job submission failed: Invalid account' >&2; exit 1", False),
         ("exit 126", False),
