@@ -218,8 +218,8 @@ def _config_text(job: Job) -> str:
     text = dump(job.config).rstrip()
     if len(text) > MOST_OWN_BYTES:
         raise UserError(
-            f"the configuration has {len(text):,} bytes, and a job script at most {MOST_OWN_BYTES:,}: if it is long "
-            "because of its data files, join them into fewer, larger ones"
+            f"the configuration has {len(text):,} bytes, but in a job script it may have at most "
+            f"{MOST_OWN_BYTES:,}: if it is long because of its data files, join them into fewer, larger ones"
         )
     return text
 
