@@ -345,7 +345,7 @@ cancelled() {
   [ "$terminated" = CANCELLED ]
 }
 queue_again() {
-  local said="the controller did not answer, or no longer knows the job"
+  local said="the controller did not answer, or has forgotten the job"
   for _ in {1..30}; do
     if slurm_has_requeued; then return; fi
     if [ -z "$facts" ]; then

@@ -35,6 +35,12 @@ def test_every_help_ends_with_an_example_that_works(words: tuple[str, ...]) -> N
     understand(line)
 
 
+@pytest.mark.parametrize("words", COMMANDS, ids=lambda words: " ".join(words) or "hpc-rl")
+def test_a_paragraph_of_a_help_text_is_one_line(words: tuple[str, ...]) -> None:
+    """The terminal breaks it where it ends; Typer would break it where the source does too."""
+    assert [paragraph for paragraph in COMMANDS[words].help.split("\n\n") if "\n" in paragraph] == []
+
+
 def run(folder: Path, *words: str, **environ: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "hpc_rl.cli", *words]
     environ = {**os.environ, "COLUMNS": "100", **environ}

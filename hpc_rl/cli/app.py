@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import sys
 from collections.abc import Sequence
@@ -69,6 +70,10 @@ _OTHER_WORDS = {
 class Commands(TyperGroup):
     """The commands. A word that is none of them, but of a kind or of another tool, is answered with what to type."""
 
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**settings)
+        _join_lines(self)
+
     def resolve_command(self, context: Any, words: list[str]) -> Any:
         if words and self.get_command(context, words[0]) is None and (meant := _meant(words[0])):
             raise UserError(f"there is no command {words[0]!r}{meant}")
@@ -77,6 +82,14 @@ class Commands(TyperGroup):
         if not context.resilient_parsing:
             begin_command(_still(inner or command))
         return name, command, rest
+
+
+def _join_lines(command: Any) -> None:
+    """Put each paragraph of a help text on one line, for a command and those below it: Typer keeps its line breaks."""
+    paragraphs = inspect.cleandoc(command.help or "").split("\n\n")
+    command.help = "\n\n".join(" ".join(paragraph.split()) for paragraph in paragraphs)
+    for inner in getattr(command, "commands", {}).values():
+        _join_lines(inner)
 
 
 def _still(command: Any) -> str:

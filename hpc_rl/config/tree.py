@@ -14,7 +14,7 @@ from hpc_rl.errors import UserError
 from hpc_rl.host.files import read_regular
 
 _MOST_BYTES = 2**19
-"""Of a YAML file of another user, of which a second of work reads about 40,000."""
+"""Of a YAML file of another user. About 40,000 bytes are read per second."""
 MOST_OWN_BYTES = 4_000_000
 """Of a YAML file of this user. A job script, which contains a run's configuration, has at most 4 MiB (slurm.conf(5),
 max_script_size)."""

@@ -143,8 +143,8 @@ def with_system(messages: list[Message], row: Row, keys: Sequence[str | None], w
         return [{"role": "system", "content": text}, *messages]
     if (first["content"] or "").strip() != text.strip():
         raise UserError(
-            f"{where}: the column {SYSTEM_KEY!r} and the {first['role']} message of the chat have different texts, and "
-            "a chat has one: remove the column or the message"
+            f"{where}: the column {SYSTEM_KEY!r} and the {first['role']} message of the chat have different texts, but "
+            "a chat has only one: remove the column or the message"
         )
     return messages
 

@@ -41,7 +41,7 @@ def slurm_checks(slurm: SlurmConfig) -> list[Check]:
             problem("Slurm", "no sbatch on PATH", "run this on a login node, or use --local to check only this machine")
         ]
     if slurm.clusters == "all":
-        return [warning("Slurm", "slurm.sbatch.clusters is all", "set it to the clusters that are to be checked")]
+        return [warning("Slurm", "slurm.sbatch.clusters is all", "set it to the names of the clusters to check")]
     names = slurm.clusters.split(",")
     found = {name: _cluster_checks(slurm, here(os.environ, name)) for name in names}
     if len(names) == 1:

@@ -35,7 +35,7 @@ class Life:
         self._said: set[str] = set()
 
     def is_to(self, what: str) -> None:
-        """Receive what the whole program does. It is said only if the program has printed nothing."""
+        """Receive what the whole program does. It is shown only if the program has printed nothing."""
         self._whole = what
 
     def begin(self, what: str, at: float) -> None:
@@ -51,7 +51,7 @@ class Life:
         self._whole, self._seen = None, at
 
     def check(self, at: float) -> None:
-        """Say what the program does, if it is time. Nothing is said twice."""
+        """Show what the program does, if it is time. Nothing is shown twice."""
         parts, whole = self._parts[-1:], self._whole  # another thread may end a part
         if whole is not None:
             what, since = parts[0][0] if parts else whole, self._seen
@@ -86,7 +86,7 @@ def signs_of_life() -> Iterator[None]:
 
 @contextmanager
 def doing(what: str) -> Iterator[None]:
-    """Say what the program does, such as "reading train.jsonl", if this takes longer than the user should wait."""
+    """Show what the program does, such as "reading train.jsonl", if its user has then seen nothing for two seconds."""
     life = _life if threading.current_thread() is threading.main_thread() else None
     if life is not None:
         life.begin(what, time.monotonic())
@@ -98,7 +98,7 @@ def doing(what: str) -> Iterator[None]:
 
 
 def begin_command(what: str) -> None:
-    """Say what the command does as a whole, unless it prints something soon."""
+    """Show what the command does as a whole, unless it prints something within two seconds."""
     if _life is not None:
         _life.is_to(what)
 

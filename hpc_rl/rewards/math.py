@@ -65,7 +65,7 @@ def _hundredth(parsed: list[Any]) -> list[Any]:
 
 
 def _is_percentage(text: str, read: Callable[[str], list[Any]]) -> bool:
-    """Return whether the answer is before a percent sign: it is another one if the numbers there are."""
+    """Return whether the answer is before a percent sign: if it is, another number there is read as another answer."""
     other = _OF_PERCENT.sub(lambda digit: "3" if digit[0] == "7" else "7", text)
     return other != text and read(other) != read(text)
 

@@ -43,7 +43,7 @@ def model_for(key: str, name: str, may_come: bool) -> str:
     try:
         folder = Path(possible_path(name))
     except ValueError:
-        return name  # what is wrong with it is said later
+        return name  # a later check reports what is wrong with it
     if not name or (folder.is_dir() and not is_run(folder)):
         return name  # whether it is a model is checked later
     try:

@@ -219,8 +219,8 @@ def _config_text(job: Job) -> str:
     size = len(text.encode())
     if size > MOST_OWN_BYTES:
         raise UserError(
-            f"the configuration has {size:,} bytes, and a job script at most {MOST_OWN_BYTES:,}: if it is long "
-            "because of its data files, join them into fewer, larger ones"
+            f"the configuration has {size:,} bytes, but in a job script it may have at most "
+            f"{MOST_OWN_BYTES:,}: if it is long because of its data files, join them into fewer, larger ones"
         )
     return text
 

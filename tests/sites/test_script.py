@@ -142,7 +142,7 @@ def test_without_its_support_file_a_script_does_not_run(tmp_path: Path) -> None:
     for command in ("rm", "echo 'touch ran' >>", "chmod 600 . ; ln -sf /dev/null"):
         done, seen = run_script(job, tmp_path, first=f"{command} {job.run_dir.support}\n")
         assert (done.returncode, seen) == (2, {})
-        assert f"cannot read {job.run_dir.support} as it was written for this script: submit" in done.stderr
+        assert f"finds that {job.run_dir.support} is missing or is not the file that was written" in done.stderr
         assert len(done.stderr.splitlines()) == 1 and not (tmp_path / "ran").exists()
         job.run_dir.support.unlink(missing_ok=True)
 

@@ -125,7 +125,7 @@ def run_directory(job: Job) -> Iterator[Question]:
 
 
 def secrets(job: Job) -> Iterator[Question]:
-    """Ask whether the configuration, which many files and commands show, contains a secret, and no variable has it."""
+    """Ask whether secrets are in variables only. Many files and commands show the configuration."""
     config = job.config
     paths = ("/", "~", "$")
     named = sorted(name for name, value in config.slurm.env.items() if not value.startswith(paths))
