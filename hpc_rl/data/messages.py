@@ -102,7 +102,7 @@ def extras(row: Row, where: str) -> Extras:
     if thinking not in (None, "", True, False):
         raise UserError(f"{where}: column {_THINKING_KEY!r} has {kind_of(thinking)}; true or false is needed")
     if thinking in (True, False):
-        if variables.get(_THINKING_KEY, thinking) != thinking:
+        if variables.get(_THINKING_KEY) not in (None, thinking):
             raise UserError(
                 f"{where}: the column {_THINKING_KEY!r} has {bool(thinking)}, and {_VARIABLES_KEY!r} has "
                 f"{variables[_THINKING_KEY]!r}; remove one of them"

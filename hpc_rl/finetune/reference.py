@@ -137,7 +137,7 @@ def _completed(
         if stops:
             raise Stopped(
                 f"stopped before the first step: the reference's log-probabilities of {len(found):,} of "
-                f"{len(preferences):,} samples or pairs are stored; submit again to resume"
+                f"{len(preferences):,} samples or pairs are stored"
             )
     return found
 

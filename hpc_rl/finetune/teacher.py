@@ -195,7 +195,7 @@ def _complete(
         if stops:
             raise Stopped(
                 f"stopped before the first step: the teacher's most probable tokens of {done:,} of {len(lessons):,} "
-                "samples are stored; submit again to resume"
+                "samples are stored"
             )
 
 

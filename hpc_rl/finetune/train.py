@@ -13,7 +13,6 @@ import os
 import sys
 import traceback
 from collections.abc import Sequence
-from contextlib import nullcontext
 from typing import NoReturn
 
 from hpc_rl.config.finetune import FinetuneConfig
@@ -64,7 +63,6 @@ def run(arguments: Sequence[str]) -> int:
         from transformers.utils import logging
 
         from hpc_rl.finetune.trainer import train
-        from hpc_rl.tracking.report import failure_reported
         from hpc_rl.training import distributed, flight_recorder, memory_snapshot
 
     attempt, rank = current_attempt_dir(), distributed.rank_from_env()
@@ -73,8 +71,7 @@ def run(arguments: Sequence[str]) -> int:
     world = distributed.start(config.trainer.device, config.slurm.start_timeout_s)
     memory_snapshot.record(world.device, attempt and attempt / f"memory-rank{rank}.pickle")
     try:
-        with failure_reported(run_dir) if world.is_main else nullcontext():
-            code = train(config, run_dir, world)
+        code = train(config, run_dir, world)
     except RuntimeError as error:
         flight_recorder.write(error)
         raise

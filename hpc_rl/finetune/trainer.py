@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,7 +23,7 @@ from hpc_rl.finetune.training_data import TrainingData
 from hpc_rl.host.heartbeat import heart
 from hpc_rl.run_dir import RunDir
 from hpc_rl.tracking.metrics import has_validation, read_metrics
-from hpc_rl.tracking.report import report_end
+from hpc_rl.tracking.report import failure_reported, report_end
 from hpc_rl.tracking.tracker import Tracker, open_tracker
 from hpc_rl.training import guards, sharding
 from hpc_rl.training.checkpoints import checkpoint
@@ -89,22 +90,24 @@ def train(config: FinetuneConfig, run: RunDir, world: World) -> int:
     Returns:
         the exit code of the process: 0, or 75 if the run is not finished and can be resumed.
     """
-    with heart.phase("load"):
-        rows = decide_together(config, run.checkpoints, world)
-    config = rows.used_in(config)
-    objective = objective_of(config)
-    own = objective.join(world)
-    if own is None:
-        return objective.serve()
-    try:
+    with ExitStack() as recording, failure_reported(run) if world.is_main else nullcontext():
         with heart.phase("load"):
-            state = load(config, run, own, objective)
-        state.rows = rows
-    except Stopped as stopped:
-        print_once(own, str(stopped))
-        return EXIT_STOPPED
-    with state.saver, state.tracker:
-        code = loop(state)
+            rows = decide_together(config, run.checkpoints, world)
+        config = rows.used_in(config)
+        objective = objective_of(config)
+        own = objective.join(world)
+        if own is None:
+            return objective.serve()
+        try:
+            with heart.phase("load"):
+                state = load(config, run, own, objective)
+            state.rows = rows
+        except Stopped as stopped:
+            print_once(own, str(stopped))
+            return EXIT_STOPPED
+        recording.enter_context(state.tracker)
+        with state.saver:
+            code = loop(state)
     objective.leave(code)
     return code
 

@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import TextIO
 
 QUIET = "HPC_RL_QUIET"
 """Variable for programs that read the errors of a command."""
@@ -75,7 +76,8 @@ def signs_of_life() -> Iterator[None]:
     if os.environ.get(QUIET) or _share_a_pipe():
         yield
         return
-    _life, ended = Life(_say, _start_of_program()), threading.Event()
+    errors = sys.stderr  # a call may replace it to collect what a library prints
+    _life, ended = Life(lambda what: _say(what, errors), _start_of_program()), threading.Event()
     threading.Thread(target=_watch, args=(_life, ended), daemon=True).start()
     try:
         yield
@@ -109,14 +111,21 @@ def printed() -> None:
         _life.printed(time.monotonic())
 
 
+def end_signs_of_life() -> None:
+    """Show none from now on: the program has begun to draw on the terminal."""
+    global _life
+    printed()
+    _life = None
+
+
 def _watch(life: Life, ended: threading.Event) -> None:
     while not ended.wait(_POLL_S):
         life.check(time.monotonic())
 
 
-def _say(what: str) -> None:
+def _say(what: str, errors: TextIO) -> None:
     with suppress(OSError, ValueError):  # it is closed
-        sys.stderr.write(f"hpc-rl: {what}\n")
+        errors.write(f"hpc-rl: {what}\n")
 
 
 def _share_a_pipe() -> bool:
@@ -130,6 +139,9 @@ def _share_a_pipe() -> bool:
 
 def _start_of_program() -> float:
     """Return when this process started, as time.monotonic() counts (proc(5), field 22 of stat)."""
-    ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
+    try:
+        ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
+    except OSError:  # there is no /proc, or it is hidden
+        return time.monotonic()
     age_s = time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
     return time.monotonic() - age_s

@@ -18,8 +18,9 @@ from hpc_rl.host.bounds import more_memory
 from hpc_rl.rewards.number import required_text
 
 _BOXED = "\\boxed"
-_PERCENT = re.compile(r"\\?%")
-_OF_PERCENT = re.compile(r"[0-9](?=\.?[\s$})*]*\\?%)")
+_PERCENT = re.compile(r"(?<=[0-9])\{\\?%\}|(?:~|\\ )?\\?%")
+"""A percent sign, with what math-verify cannot read after a number."""
+_OF_PERCENT = re.compile(r"[0-9](?=\.?(?:[\s${})*~]|\\[,:;! ]|\\text\{)*+\\?%)")
 """The last digit before a percent sign."""
 MEMORY_BYTES = 1 << 30
 """What a comparison may need; usual ones need less than a hundredth."""

@@ -32,13 +32,12 @@ class GenerationRunner:
             from hpc_rl.rl.cluster import driver_log
             from hpc_rl.rl.generation.run import run_generation
             from hpc_rl.rl.process import begin, quiet_libraries
-            from hpc_rl.tracking.report import failure_reported, report_end
+            from hpc_rl.tracking.report import report_end
 
         begin(driver_log(logs))
         heart.begin("the driver")
         quiet_libraries()
-        with failure_reported(run):
-            code = run_generation(config, run, logs)
+        code = run_generation(config, run, logs)
         if run.metrics.exists():
             print(report_end(run, code), flush=True)
         return code

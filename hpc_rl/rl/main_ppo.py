@@ -51,7 +51,7 @@ class TaskRunner:
             print(stopped, flush=True)
             return EXIT_STOPPED
         try:
-            with failure_reported(run), checkpoints.finished(state), state.tracker:
+            with state.tracker, failure_reported(run), checkpoints.finished(state):
                 return train(state)
         finally:
             state.batches.close()

@@ -13,7 +13,7 @@ from hpc_rl.host.counted import counted
 from hpc_rl.host.files import write_atomically
 from hpc_rl.host.ownership import is_own_folder
 from hpc_rl.run_dir import RunDir
-from hpc_rl.runs.status import RunStatus, in_slurm, place_of, process_alive, status_of, statuses_of
+from hpc_rl.runs.status import ROOT, RunStatus, in_slurm, named_paths, place_of, process_alive, status_of, statuses_of
 from hpc_rl.slurm import commands
 from hpc_rl.slurm.place import by_place
 
@@ -119,7 +119,16 @@ def cancel(run: RunDir) -> str:
 
 def how_to_resume(run: RunDir) -> str:
     """Return the command that starts a run again, which resumes from what it has saved."""
-    return f"hpc-rl requeue {run.name}" if in_slurm(run) else f"the same command with --job-name {run.name}"
+    if not in_slurm(run):
+        return f"the same command with {naming_option(run)}"
+    has_name = run.path.absolute() in [path.absolute() for path in named_paths(run.name)]
+    return f"hpc-rl requeue {run.name if has_name else run.path}"
+
+
+def naming_option(run: RunDir) -> str:
+    """Return the option of `submit` that names an existing run; --job-name finds those directly below ROOT."""
+    is_direct = run.path.absolute().parent == ROOT.absolute()
+    return f"--job-name {run.name}" if is_direct else f"--run-dir {run.path}"
 
 
 def newest_checkpoint(run: RunDir) -> str | None:

@@ -18,6 +18,7 @@ from rich.live import Live
 from hpc_rl.errors import UserError
 from hpc_rl.host.files import Follower, read_end
 from hpc_rl.host.shown_text import terminal
+from hpc_rl.host.signs_of_life import end_signs_of_life
 from hpc_rl.host.usage import read_spans
 from hpc_rl.run_dir import RunDir
 from hpc_rl.runs import control
@@ -66,6 +67,7 @@ def watch(run: RunDir, explain: Explain) -> int:
         )
     watched = Watched(run, explain)
     code = 0
+    end_signs_of_life()
 
     def drawn() -> RenderableType:
         return screen(watched.look(), console.width, console.height)

@@ -38,6 +38,8 @@ class Stages:
 
     def saw(self, now: RunStatus) -> None:
         """Receive the status of the run."""
+        if now.is_last_recorded:  # Slurm does not answer
+            return
         state = now.state if now.active else ""
         if state != self._state:
             self._next_look = 0.0
@@ -86,7 +88,10 @@ def start_phase(state: str, attempts: Sequence[Path], trains: bool = True) -> st
         return ""
     if state == "PENDING":
         return "waiting in the queue"
-    names = {path.name for path in attempts[-1].iterdir()} if attempts else set()
+    try:
+        names = {path.name for path in attempts[-1].iterdir()} if attempts else set()
+    except OSError:  # it is that of another user, or has just been removed
+        return "running"
     if not any(name.startswith("node") for name in names):
         return "starting: the job script prepares the nodes"
     if "node0-driver.log" in names or any("-rank" in name and name.startswith("node") for name in names):

@@ -98,7 +98,7 @@ def find_run(target: str) -> RunDir:
     Raises:
         UserError: there is no such run; the message suggests the nearest name.
     """
-    for path in (Path(target), ROOT / target, ROOT / target.rpartition("_")[0] / target):
+    for path in (Path(target), *named_paths(target)):
         try:
             if is_run(path):
                 return RunDir(path.absolute())
@@ -116,6 +116,11 @@ def find_run(target: str) -> RunDir:
         f"no run {target!r} in {ROOT.absolute()}: "
         + (f"did you mean {close[0]}?" if close else "give a run directory, a run's name or a job id")
     )
+
+
+def named_paths(name: str) -> tuple[Path, Path]:
+    """Return where a run of this name may be: in ROOT, or in a sweep or a pipeline there."""
+    return ROOT / name, ROOT / name.rpartition("_")[0] / name
 
 
 def newest_run() -> str:

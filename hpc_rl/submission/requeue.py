@@ -12,7 +12,7 @@ from hpc_rl.host.disk import own_disk
 from hpc_rl.host.ownership import open_own
 from hpc_rl.run_dir import REQUEUE, RunDir, submitting
 from hpc_rl.runs import control
-from hpc_rl.runs.run_sets import RunSet, SweepDir, run_of, run_set_in, states
+from hpc_rl.runs.run_sets import RunSet, SweepDir, run_of, states
 from hpc_rl.runs.status import STOPPED, RunStatus, in_slurm, place_of
 from hpc_rl.slurm import commands
 from hpc_rl.slurm.place import Place
@@ -45,20 +45,21 @@ def _requeue(run: RunDir) -> str:
     if now.state == "PENDING":
         return f"job {now.job_id} of run {run.name} is already waiting in the queue"
     if not run.script.is_file():
-        raise UserError(f"run {run.name} has no {run.script.name}: submit it again with --job-name {run.name}")
+        raise UserError(f"run {run.name} has no {run.script.name}: submit it again with {control.naming_option(run)}")
     script = _script_of(run)
     refuse_edited_settings(run)
     if now.active:
         return _from_within(run, now, script)
     if now.job_id is not None and not in_slurm(run):
         raise UserError(
-            f"run {run.name} was not queued by Slurm: run the command that started it again, with --job-name {run.name}"
+            f"run {run.name} was not queued by Slurm: run the command that started it again, with "
+            f"{control.naming_option(run)}"
         )
     if now.left_no_log and (place := own_disk(run.path)):
         raise UserError(
             f"job {now.job_id} of run {run.name} has failed without a log, and {run.path} is on {place}, which looks "
             "like a disk of this machine alone: the next job would fail like that. Submit the run again with --run-dir "
-            f"on a file system that the nodes share, or with {_place(run)} if they see this one"
+            f"on a file system that the nodes share, or with {control.naming_option(run)} if they see this one"
         )
     after = find_after_again([run])
     notes = check_again([run])
@@ -76,21 +77,16 @@ def refuse_edited_settings(run: RunDir) -> None:
     if attempt := run.edited_since():
         raise UserError(
             f"{run.config} was edited after {attempt.name}, and a requeued job uses the settings in {run.script.name}: "
-            f"submit the run again with {_place(run)} and the changed settings as key=value, or undo the edit "
-            f"(cp {attempt / run.config.name} {run.config})"
+            f"submit the run again with {control.naming_option(run)} and the changed settings as key=value, or undo "
+            f"the edit (cp {attempt / run.config.name} {run.config})"
         )
-
-
-def _place(run: RunDir) -> str:
-    """Return the option of `submit` that names an existing run; --job-name finds none below a sweep or a pipeline."""
-    return f"--run-dir {run.path}" if run_set_in(run.path.parent) else f"--job-name {run.name}"
 
 
 def _from_within(run: RunDir, now: RunStatus, script: str) -> str:
     if not in_slurm(run):
         raise UserError(
             f"run {run.name} was not queued by Slurm: stop it, and run the command that started it again, "
-            f"with --job-name {run.name}"
+            f"with {control.naming_option(run)}"
         )
     if not re.search(r"^hpc_rl_requeue='yes'|scontrol requeue", script, re.MULTILINE):
         raise UserError(
@@ -130,7 +126,7 @@ def _own_script(path: Path) -> str:
     except OSError as error:
         raise UserError(
             f"{path} {error.strerror}, and would run as you: look at it, and submit the run again "
-            f"(hpc-rl submit with {_place(RunDir(path.parent))}), which writes a new one"
+            f"(hpc-rl submit with {control.naming_option(RunDir(path.parent))}), which writes a new one"
         ) from error
 
 

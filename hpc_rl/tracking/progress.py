@@ -10,6 +10,7 @@ from rich.live import Live
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.text import Text
 
+from hpc_rl.host.signs_of_life import end_signs_of_life
 from hpc_rl.tracking.formatting import learning, rates
 from hpc_rl.tracking.metrics import Record
 
@@ -33,6 +34,7 @@ class ProgressView:
 
     def __enter__(self) -> Self:
         if self._live is not None:
+            end_signs_of_life()
             self._live.start()
         return self
 

@@ -87,7 +87,7 @@ def named(phases: Collection[str]) -> dict[str, tuple[str, int]]:
     """Return name and colour of each phase of a run. Phases of other programs get the colours that are left."""
     own = {phase: PHASES[phase] for phase in phases if phase in PHASES}
     free = set(range(COLOURS)) - {OTHER_COLOUR, *(colour for _, colour in own.values())}
-    others = zip(sorted({*phases} - {*own}), cycle(sorted(free)), strict=False)
+    others = zip(sorted({*phases} - {*own}), cycle(sorted(free) or [OTHER_COLOUR]), strict=False)
     return own | {phase: (phase.replace("_", " "), colour) for phase, colour in others}
 
 

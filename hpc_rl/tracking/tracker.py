@@ -52,8 +52,9 @@ def open_tracker(config: RecordedJob, run: RunDir, wandb_id: str | None, is_main
 class Tracker:
     """The metrics of one run, written by its main process; in other processes every method does nothing.
 
-    A context manager around the training. At the end, it prints which of the last steps the console has not shown.
-    After an error, it closes everything, because wandb would otherwise show the run as still running.
+    A context manager around the training and the report of its failure, which does not wait for wandb. At the end, it
+    prints which of the last steps the console has not shown. After an error, it closes everything, because wandb would
+    otherwise show the run as still running.
 
     Args:
         config: the resolved configuration, shown in wandb.

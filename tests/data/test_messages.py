@@ -131,6 +131,10 @@ def test_turns_that_are_not_to_be_learned_are_marked(mark: dict[str, Any]) -> No
         ),
         ({"enable_thinking": 1}, Extras([], {"enable_thinking": True})),
         ({"enable_thinking": ""}, Extras()),
+        (
+            {"enable_thinking": True, "chat_template_kwargs": {"enable_thinking": None}},
+            Extras([], {"enable_thinking": True}),
+        ),
     ],
 )
 def test_columns_for_the_template(row: dict[str, Any], expected: Extras) -> None:

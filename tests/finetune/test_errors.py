@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, NoReturn
 
 import pytest
 import torch
 
 from hpc_rl.config.compose import compose, dump
 from hpc_rl.errors import UserError
+from hpc_rl.finetune import trainer
 from hpc_rl.finetune.sft import Sft
+from hpc_rl.run_dir import RunDir
+from hpc_rl.tracking import report
+from hpc_rl.tracking.tracker import Tracker, open_tracker
 from hpc_rl.training import guards
 from tests.finetune.jobs import run_here, run_job, spawn
 
@@ -76,3 +83,24 @@ def test_a_complete_configuration_runs_unchanged(sft_config: list[str], tmp_path
     assert "step 1/1" in out
     ((code, _, errors),) = spawn([*alone, "trainer.seed=2"], ranks=1)
     assert code == 2 and "is a complete configuration, so trainer.seed=2" in errors
+
+
+def test_a_failure_is_reported_before_the_tracker_ends(
+    sft_config: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Wandb may take minutes to end."""
+
+    def fails(_state: object) -> NoReturn:
+        raise ZeroDivisionError
+
+    events: list[str] = []
+    config: Any = compose("sft", sft_config)
+    state = SimpleNamespace(saver=nullcontext(), tracker=open_tracker(config, RunDir(tmp_path), None, is_main=True))
+    (tmp_path / "metrics.jsonl").touch()
+    monkeypatch.setattr(trainer, "load", lambda *_: state)
+    monkeypatch.setattr(trainer, "loop", fails)
+    monkeypatch.setattr(report, "report_end", lambda *_: events.append("report"))
+    monkeypatch.setattr(Tracker, "finish", lambda _self, code: events.append(f"finish {code}"))
+    with pytest.raises(ZeroDivisionError):
+        run_here(sft_config, tmp_path)
+    assert events == ["report", "finish 1"]

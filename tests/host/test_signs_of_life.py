@@ -3,9 +3,12 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import time
+from pathlib import Path
 
 import pytest
 
+from hpc_rl.host import signs_of_life
 from hpc_rl.host.signs_of_life import Life
 
 DEADLINE_S = 600
@@ -58,14 +61,16 @@ def test_a_quiet_program_says_once_what_it_does(events: list[tuple[float, str, s
 
 
 SLOW = """
-import sys, time
-from hpc_rl.host.signs_of_life import doing, signs_of_life
+import contextlib, io, sys, time
+from hpc_rl.host.signs_of_life import doing, end_signs_of_life, signs_of_life
 
 @doing("reading a file")
 def read():
     time.sleep(0 if "fast" in sys.argv else 3)
 
-with signs_of_life():
+with signs_of_life(), contextlib.redirect_stderr(io.StringIO()):  # a library prints errors that are not shown
+    if "drawn" in sys.argv:
+        end_signs_of_life()
     read()
 read()
 print("done")
@@ -79,6 +84,7 @@ print("done")
         (["quiet"], False, "done\n", ""),
         ([], True, "done\n", None),  # 2>&1: another program may read it
         (["fast"], False, "done\n", ""),
+        (["drawn"], False, "done\n", ""),
     ],
 )
 def test_the_line_is_on_standard_error_alone(words: list[str], merged: bool, out: str, errors: str | None) -> None:
@@ -92,3 +98,13 @@ def test_the_line_is_on_standard_error_alone(words: list[str], merged: bool, out
         check=True,
     )
     assert (done.stdout, done.stderr) == (out, errors)
+
+
+def test_the_start_of_the_program_is_known_without_proc(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert signs_of_life._start_of_program() < time.monotonic() - 0.1
+
+    def hidden(_path: Path) -> str:
+        raise PermissionError
+
+    monkeypatch.setattr(Path, "read_text", hidden)
+    assert signs_of_life._start_of_program() == pytest.approx(time.monotonic(), abs=60)

@@ -37,6 +37,10 @@ def test_what_a_run_does_before_its_first_step(tmp_path: Path, state: str, files
     assert own_program == ("running" if phase == START else found)
 
 
+def test_an_attempt_that_cannot_be_listed_runs(tmp_path: Path) -> None:
+    assert start_phase("RUNNING", [tmp_path / "removed"]) == "running"
+
+
 def set_age(path: Path, seconds: float) -> None:
     os.utime(path, (time.time() - seconds,) * 2)
 
@@ -61,6 +65,8 @@ def test_stages_have_a_clock_and_end_with_the_first_step(tmp_path: Path, monkeyp
     set_age(run.job, 270)
     found.poll()
     assert shown[1:] == ["waiting in the queue (Priority), 4:30"]  # twice as long
+    found.saw(RunStatus("sft-1", str(run.path), "7", "UNKNOWN", is_last_recorded=True))  # Slurm does not answer
+    assert found.text() == shown[1]
 
     found.saw(RunStatus("sft-1", str(run.path), "7", "RUNNING"))
     found.poll()

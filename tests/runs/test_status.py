@@ -390,17 +390,25 @@ def test_a_run_is_found_by_the_id_of_any_of_its_jobs_from_any_folder(
         status.find_run("8")
 
 
-def test_a_stopped_run_names_what_resumes_it(tmp_path: Path) -> None:
-    def text(state: str, job_id: str) -> str:
-        run = RunDir(tmp_path / "sft-1")
-        run.path.mkdir(exist_ok=True)
+def test_a_stopped_run_names_what_resumes_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+    def text(state: str, job_id: str, path: str = "runs/sft-1") -> str:
+        run = RunDir(tmp_path / path)
+        run.path.mkdir(exist_ok=True, parents=True)
         run.job.write_text(json.dumps({"job_id": job_id}))
-        return status_text(RunStatus("sft-1", str(run.path), job_id, state))
+        return status_text(RunStatus(run.name, str(run.path), job_id, state))
 
     assert "to resume  hpc-rl requeue sft-1" in text("STOPPED", "7")
     assert "to resume  the same command with --job-name sft-1" in text("STOPPED", "local-7")
+    assert "to resume  hpc-rl requeue many_1" in text("STOPPED", "7", "runs/many/many_1")
+    for path in ("runs/folder/sft-1", "elsewhere/sft-1"):
+        assert f"to resume  hpc-rl requeue {tmp_path}/{path}" in text("STOPPED", "7", path)
+    for path in ("runs/many/many_1", "elsewhere/sft-1"):
+        option = f"--run-dir {tmp_path}/{path}"
+        assert f"to resume  the same command with {option}" in text("STOPPED", "local-7", path)
     assert "to resume" not in text("RUNNING", "7") + text("COMPLETED", "7")
-    inside_a_shell = tmp_path / "sft-1"  # it ran in the allocation around a shell
+    inside_a_shell = tmp_path / "runs" / "sft-1"  # it ran in the allocation around a shell
     (inside_a_shell / "job.json").write_text('{"job_id": "7", "pid": 1}')
     inside = status_text(RunStatus("sft-1", str(inside_a_shell), "7", "STOPPED"))
     assert "to resume  the same command with --job-name sft-1" in inside

@@ -4,8 +4,11 @@ import io
 import subprocess
 import sys
 
+import pytest
 from rich.console import Console
 
+from hpc_rl.host import signs_of_life
+from hpc_rl.host.signs_of_life import Life
 from hpc_rl.tracking.progress import ProgressView
 
 RECORD = {"step": 7, "total_steps": 20, "time": 1e9, "train/loss": 1.25, "perf/tokens_per_s": 5e4, "perf/eta_s": 61}
@@ -16,6 +19,13 @@ def test_progress_on_a_terminal_shows_the_numbers() -> None:
     with ProgressView(Console(file=stream, force_terminal=True, width=100)) as view:
         view.update(RECORD)
     assert "7/20" in stream.getvalue() and "loss 1.2500 · 50k tok/s · ETA 1:01" in stream.getvalue()
+
+
+def test_nothing_else_is_written_below_the_bar(monkeypatch: pytest.MonkeyPatch) -> None:
+    for is_terminal in (False, True):
+        monkeypatch.setattr(signs_of_life, "_life", life := Life(print, 0.0))
+        with ProgressView(Console(file=io.StringIO(), force_terminal=is_terminal)):
+            assert signs_of_life._life is (None if is_terminal else life)
 
 
 def test_a_terminal_shows_what_a_run_does_before_its_first_step() -> None:

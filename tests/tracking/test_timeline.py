@@ -112,6 +112,10 @@ def test_no_two_phases_of_a_run_have_the_same_colour(phases: set[str]) -> None:
     assert found.get("gen_x", ("gen x", 0))[0] == "gen x"
 
 
+def test_a_phase_for_which_no_colour_is_left_has_that_of_other_time() -> None:
+    assert named({*PHASES, "gen_x"}) == PHASES | {"gen_x": ("gen x", OTHER_COLOUR)}
+
+
 @pytest.mark.parametrize(
     ("seconds", "labels"),
     [

@@ -190,7 +190,7 @@ def refuse_no_scores(state: Generation, scores: Scores) -> None:
 def _stopped(state: Generation) -> int:
     if state.stopping.is_in_vain():
         raise RunError(IN_VAIN)
-    print(f"stopped after block {state.done} of {state.plan.blocks}: submit again to resume", flush=True)
+    print(f"stopped after block {state.done} of {state.plan.blocks}", flush=True)
     return EXIT_STOPPED
 
 

@@ -15,6 +15,7 @@ from hpc_rl.rl.generation.setup import Prepared, open_generation, prepare, start
 from hpc_rl.rl.rollout.rollout import CLOSE_TIMEOUT_S
 from hpc_rl.run_dir import RunDir
 from hpc_rl.tracking.evaluations import evaluation_text, result_metrics
+from hpc_rl.tracking.report import failure_reported
 from hpc_rl.tracking.tracker import Tracker, open_tracker
 from hpc_rl.training.stopping import Stopped
 
@@ -29,7 +30,7 @@ def run_generation(config: GenerateConfig, run: RunDir, logs: Path) -> int:
         UserError: the run cannot work as requested.
         RunError: a process died or did not answer, or the reward failed for every response.
     """
-    with ExitStack() as recording:
+    with ExitStack() as recording, failure_reported(run):
         with ExitStack() as closing:
             try:
                 with heart.phase("load"):
@@ -55,8 +56,8 @@ def _generate(config: GenerateConfig, prepared: Prepared, logs: Path, tracker: T
         workers = start_workers(config, logs)
     state = open_generation(config, prepared, workers, tracker)
     state.began = time.monotonic()
-    with tracker:
-        code = generate(state)
+    code = generate(state)
+    tracker.name_left_out()
     if code == 0:  # after a stop, the engines are still generating; they end with the driver
         try:
             loaded = state.queue.loaded  # one that still loads would not answer
