@@ -140,9 +140,7 @@ def test_the_first_error_is_shown_if_the_stages_before_cannot_be_cancelled(
     programs = fake_slurm(tmp_path, monkeypatch)
     (programs / "sbatch.fails").write_text('if [ -e "$0.first" ]; then exit 124; fi; touch "$0.first"')
     (programs / "scancel.fails").write_text("echo no answer >&2; exit 1")
-    with pytest.raises(
-        UserError, match=r"(?s)squeue --me.*\njobs 7 were queued .*: cancel them with scancel 7$"
-    ):
+    with pytest.raises(UserError, match=r"(?s)squeue --me.*\njobs 7 were queued .*: cancel them with scancel 7$"):
         if is_chain:
             chain.submit(chain_plan(f"{FIRST} -- {SECOND}")[0])
         else:
