@@ -14,6 +14,8 @@ import pytest
 
 from hpc_rl import cli
 from hpc_rl.config import compose
+from hpc_rl.config.job import JobConfig
+from hpc_rl.submission import sweep
 from hpc_rl.submission.preflight import checks
 from tests import bad_files
 
@@ -837,16 +839,22 @@ def test_there_are_many_cases() -> None:
 
 
 @pytest.mark.parametrize("points", [1500, 10_000])
-def test_a_sweep_over_the_limit_composes_nothing(
+def test_a_sweep_over_the_limit_composes_none_of_its_points(
     points: int, files: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     composed: list[object] = []
-    monkeypatch.setattr("hpc_rl.submission.sweep.compose_each", lambda *given: composed.append(given))
+
+    def compose_each(kind: str, words: Any, each: Any, *more: Any) -> list[JobConfig]:
+        composed.extend(each)
+        return real(kind, words, each, *more)
+
+    real = sweep.compose_each
+    monkeypatch.setattr(sweep, "compose_each", compose_each)
     monkeypatch.setenv("PATH", str(files))
     monkeypatch.chdir(files)
     assert answer((*VALID["sweep"], f"trainer.seed={','.join(map(str, range(points)))}"), monkeypatch) == 2
     assert f"the sweep has {points} points" in capsys.readouterr().err
-    assert not composed
+    assert composed == [()], "one composition, which names the cluster"
 
 
 @pytest.mark.parametrize(

@@ -50,15 +50,14 @@ class RunView:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        self.poll()
+        self._show_lines()  # no stage, whose line would follow the message that the job goes on
         if self._log is not None and self._log.rest:
             self._console.out(shown(self._log.rest))
         self._progress.__exit__(kind, error, traceback)
 
     def poll(self) -> None:
         """Show what is new since the last call."""
-        for line in self._new_lines():
-            self._console.out(shown(line))
+        self._show_lines()
         records = [record for text in self._metrics.new_lines() if (record := parse_line(text))]
         for record in records:  # a step may have several
             self._latest = {**self._latest, **record} if self._latest.get("step") == record["step"] else record
@@ -68,6 +67,10 @@ class RunView:
             self._stages.poll()
         elif stage := self._stages.text():
             self._progress.wait(stage)
+
+    def _show_lines(self) -> None:
+        for line in self._new_lines():
+            self._console.out(shown(line))
 
     def _new_lines(self) -> list[str]:
         if self._log is None:

@@ -56,7 +56,9 @@ def untrained(config: PretrainedConfig) -> Iterator[None]:
 
     def stored_weights(model: Pretrained[Any], hf: Any) -> dict[str, None]:
         """Return the names of the weights that files would have."""
-        return {name: None for name in loading.weights_of(hf) if not model.may_be_new(name)}
+        return {
+            name: None for name in loading.weights_of(hf) if model.path == REWARD_MODEL or not model.may_be_new(name)
+        }
 
     def read(_model: Pretrained[Any], hf: Any, *_: object) -> None:
         for weight in loading.weights_of(hf).values():
