@@ -22,7 +22,7 @@ from hydra.plugins.config_source import ConfigResult, ConfigSource
 from hydra.types import RunMode
 from omegaconf import OmegaConf
 
-from hpc_rl.config.groups import check_own, file_of, folders
+from hpc_rl.config.groups import check_own, choices, file_of, folders
 from hpc_rl.config.tree import VALUES, compose_yaml, flat, put, read_yaml
 from hpc_rl.errors import UserError
 from hpc_rl.host.shipped import shipped
@@ -32,7 +32,7 @@ _TABLE = "a table"
 
 
 class _Files(ConfigSource):
-    """A folder with job files and groups."""
+    """The files of all folders with job files and groups."""
 
     @staticmethod
     def scheme() -> str:
@@ -40,7 +40,7 @@ class _Files(ConfigSource):
 
     def load_config(self, config_path: str) -> ConfigResult:
         """Read a file; put tables that are values into lists. Hydra reads no file that would never end."""
-        file = self._file(config_path)
+        file = _file(config_path)
         check_own(file)
         try:
             compose_yaml(file)
@@ -60,23 +60,17 @@ class _Files(ConfigSource):
         return ConfigResult(config=config, path=self.full_path(), provider=self.provider, header=header)
 
     def is_config(self, config_path: str) -> bool:
-        return os.path.isfile(self._file(config_path))  # noqa: PTH113 - false if a name is too long
+        return _file(config_path).is_file()
 
     def is_group(self, config_path: str) -> bool:
-        return os.path.isdir(Path(self.path, config_path))  # noqa: PTH112 - false if a name is too long
+        return any(os.path.isdir(folder / config_path) for folder in folders())  # noqa: PTH112 - a name may be too long
 
     def available(self) -> bool:
-        return self.is_group("")
+        return True
 
     def list(self, config_path: str, results_filter: ObjectType | None) -> builtins.list[str]:
-        """Return the names in a folder, which Hydra's messages list."""
-        found: builtins.list[str] = []
-        for path in sorted(Path(self.path, config_path).iterdir()):
-            self._list_add_result(found, f"{config_path}/{path.name}", path.name, results_filter)
-        return found
-
-    def _file(self, config_path: str) -> Path:
-        return Path(self.path, f"{config_path.removesuffix('.yaml')}.yaml")
+        """Return the names in a group, which Hydra's messages list."""
+        return choices(config_path)
 
 
 def composed(job: str, overrides: Sequence[str]) -> dict[str, Any]:
@@ -100,19 +94,23 @@ def composed(job: str, overrides: Sequence[str]) -> dict[str, Any]:
     return tree  # type: ignore[no-any-return]
 
 
-def composed_files(job: str, choices: Sequence[str] = ()) -> list[tuple[Path, str]]:
+def composed_files(job: str, chosen: Sequence[str] = ()) -> list[tuple[Path, str]]:
     """Return the files that `composed` merges; a later one takes precedence.
 
     Args:
-        choices: the overrides that choose files of groups.
+        chosen: the overrides that choose files of groups.
 
     Returns:
         each file, and the section into which its keys go: `model.`, or an empty text.
     """
     with _hydra() as loader:
-        entries = loader.compute_defaults_list(job, list(choices), RunMode.RUN).defaults
-    files = [(file_of("", entry.config_path), f"{entry.package}." if entry.package else "") for entry in entries]
+        entries = loader.compute_defaults_list(job, list(chosen), RunMode.RUN).defaults
+    files = [(_file(entry.config_path), f"{entry.package}." if entry.package else "") for entry in entries]
     return [(path, section) for path, section in files if path.is_file()]  # the others are Hydra's own
+
+
+def _file(config_path: str) -> Path:
+    return file_of("", config_path.removesuffix(".yaml"))
 
 
 @contextmanager
@@ -122,5 +120,5 @@ def _hydra() -> Iterator[ConfigLoader]:
         loader = GlobalHydra.instance().config_loader()
         sources = loader.get_sources()
         main = next(index for index, source in enumerate(sources) if source.provider == "main")
-        sources[main : main + 1] = [_Files("main", f"{_Files.scheme()}://{folder}") for folder in folders()]
+        sources[main] = _Files("main", f"{_Files.scheme()}://configs")
         yield loader
