@@ -192,8 +192,8 @@ def opened(request: Request, entry: Path, share: tuple[int, int] | None) -> tupl
     """Open the files of an entry. They are kept while the data is used.
 
     Args:
-        share: (number of this rank, number of ranks), of which each reads a part of the files to compare checksums. None
-            for files that have just been written.
+        share: (number of this rank, number of ranks), of which each reads a part of the files to compare checksums.
+            None for files that have just been written.
 
     Raises:
         Unusable: files are missing or damaged.
