@@ -17,11 +17,11 @@ from typing import Any
 
 from pydantic import BaseModel, ValidationError
 
-from hpc_rl.config.groups import check_choices, find_cycle, groups, not_text, recipe_for
+from hpc_rl.config.groups import check_choices, find_cycle, groups, recipe_for
 from hpc_rl.config.job import JobConfig
 from hpc_rl.config.keys import MISSING, documented_keys, find_annotation, leaf_types, nearest
 from hpc_rl.config.kinds import KINDS
-from hpc_rl.config.origins import line_in, origin_of
+from hpc_rl.config.origins import line_in, origins
 from hpc_rl.config.references import resolve, short
 from hpc_rl.config.tree import flat, merged, put, read_tree
 from hpc_rl.errors import UserError
@@ -96,7 +96,7 @@ def compose_each(
         given = [*words, *(f"{key}={value}" for key, value in (settings or {}).items())]
         command = typed or ["hpc-rl", "submit", job, *_as_words(settings or {}), *words]
         example = partial(_example_command, job, tree, command=command)
-        config = validate(job, tree, example, partial(origin_of, job, overrides=given))
+        config = validate(job, tree, example, origins(job, given))
         refuse_secrets({key: str(value) for key, value in flat(config.model_dump(mode="json")).items()})
         found.append(config)
     return found
@@ -300,8 +300,6 @@ def _first_sentence(job: str, error: Exception, overrides: Sequence[str]) -> str
         return (
             f"{group[1]}: {job} has no choice of {group[1]}; the defaults list in configs/{job}.yaml does not name it"
         )
-    if isinstance(error, UnicodeDecodeError):
-        return f"{not_text() or 'a recipe'}: not UTF-8 text"
     lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
     mark = getattr(error, "problem_mark", None)
     if mark:  # errors of YAML have a line number

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 from hpc_rl.errors import UserError
-from hpc_rl.host.files import read_regular
 from hpc_rl.host.ownership import refuse_foreign
 from hpc_rl.host.shipped import shipped
 
@@ -88,62 +87,6 @@ def find_cycle() -> list[str]:
         if cycle := _cycle_from(name, []):
             return cycle
     return []
-
-
-def composed_files(job: str, overrides: Sequence[str] = ()) -> list[tuple[Path, str]]:
-    """Return the files that a job's configuration is composed of; a later one takes precedence.
-
-    Args:
-        overrides: those of the command line, some of which may choose files.
-
-    Returns:
-        each file, and the section into which its keys go: `model.`, or an empty text.
-    """
-    chosen = dict(word.lstrip("+").split("=", 1) for word in overrides if "=" in word)
-    files = list(_composed(job, {name: chosen[name] for name in groups() & chosen.keys()}, []))
-    return [(file_of(*_split(name)), "" if _is_global(name) else f"{_split(name)[0]}.") for name in files]
-
-
-def not_text() -> Path | None:
-    """Return the first YAML file below `configs/` that is not UTF-8 text."""
-    for path in (path for folder in folders() for path in sorted(folder.rglob("*.yaml"))):
-        try:
-            read_regular(path, named=True).decode("utf-8")
-        except (OSError, UnicodeDecodeError):
-            return path
-    return None
-
-
-def _composed(name: str, chosen: dict[str, str], above: list[str]) -> Iterator[str]:
-    """Yield a file and those in its defaults list in the order of Hydra; the file itself is at `_self_`, or last."""
-    group, stem = _split(name)
-    entries = _load(file_of(group, stem)).get("defaults")
-    entries = entries if isinstance(entries, list) else []
-    missing = [] if "_self_" in entries else ["_self_"]
-    for entry in [*entries, *missing]:
-        if entry == "_self_":
-            yield name
-            continue
-        if isinstance(entry, dict):  # a choice
-            entry = {key: chosen.get(str(key).removeprefix("override "), value) for key, value in entry.items()}
-        for included in _included(group, {"defaults": [entry]}):
-            if included not in [name, *above]:
-                yield from _composed(included, chosen, [name, *above])
-
-
-def _split(name: str) -> tuple[str, str]:
-    group, _, stem = name.rpartition("/")
-    return group, stem
-
-
-def _is_global(name: str) -> bool:
-    """Return whether no section is in front of a file's keys: a job file, or `# @package _global_` at its beginning."""
-    group, stem = _split(name)
-    try:
-        head = read_regular(file_of(group, stem), named=True).decode("utf-8")[:200]
-    except (OSError, UnicodeDecodeError):
-        return True
-    return not group or "# @package _global_" in head
 
 
 def _cycle_from(name: str, above: list[str]) -> list[str]:

@@ -6,42 +6,71 @@ the value of another file instead, as lists do. So Hydra sees such a table as a 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import builtins
+import io
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from hydra import compose, initialize_config_dir
-from hydra._internal.core_plugins.file_config_source import FileConfigSource
+from hydra.core.config_loader import ConfigLoader
 from hydra.core.global_hydra import GlobalHydra
-from hydra.plugins.config_source import ConfigResult
+from hydra.core.object_type import ObjectType
+from hydra.plugins.config_source import ConfigResult, ConfigSource
+from hydra.types import RunMode
 from omegaconf import OmegaConf
 
-from hpc_rl.config.groups import check_own, folders
-from hpc_rl.config.tree import VALUES, compose_yaml, flat, put
+from hpc_rl.config.groups import check_own, choices, file_of, folders
+from hpc_rl.config.tree import VALUES, compose_yaml, flat, put, read_yaml
+from hpc_rl.errors import UserError
 from hpc_rl.host.shipped import shipped
 
 _TABLE = "a table"
 """First element of a list whose second element is a table."""
 
 
-class _Files(FileConfigSource):
-    """A folder with job files and groups."""
+class _Files(ConfigSource):
+    """The files of all folders with job files and groups."""
+
+    @staticmethod
+    def scheme() -> str:
+        return "hpc-rl"
 
     def load_config(self, config_path: str) -> ConfigResult:
         """Read a file; put tables that are values into lists. Hydra reads no file that would never end."""
-        file = Path(self.path, f"{config_path.removesuffix('.yaml')}.yaml")
+        file = _file(config_path)
         check_own(file)
-        if file.exists():
+        try:
             compose_yaml(file)
-        found = super().load_config(config_path)
-        package = found.header["package"]
+            text = io.StringIO(read_yaml(file, named=True).decode("utf-8"))
+        except UnicodeDecodeError as error:
+            raise UserError(f"{file}: not UTF-8 text") from error
+        text.name = str(file)  # Hydra's messages name it
+        header = self._get_header_dict(text.getvalue())
+        config: Any = OmegaConf.load(text)
+        package = header["package"]
         section = config_path.rpartition("/")[0].replace("/", ".") if package is None else package
         prefix = f"{section}." if section not in ("", "_global_") else ""
-        tables: Any = OmegaConf.to_container(found.config)
+        tables: Any = OmegaConf.to_container(config)
         for key, value in flat(tables, prefix).items() if isinstance(tables, dict) else ():
             if key in VALUES and isinstance(value, dict):
-                OmegaConf.update(found.config, key.removeprefix(prefix), [_TABLE, value], merge=False)
-        return found
+                OmegaConf.update(config, key.removeprefix(prefix), [_TABLE, value], merge=False)
+        return ConfigResult(config=config, path=self.full_path(), provider=self.provider, header=header)
+
+    def is_config(self, config_path: str) -> bool:
+        return _file(config_path).is_file()
+
+    def is_group(self, config_path: str) -> bool:
+        return any(os.path.isdir(folder / config_path) for folder in folders())  # noqa: PTH112 - a name may be too long
+
+    def available(self) -> bool:
+        return True
+
+    def list(self, config_path: str, results_filter: ObjectType | None) -> builtins.list[str]:
+        """Return the names in a group, which Hydra's messages list."""
+        return choices(config_path)
 
 
 def composed(job: str, overrides: Sequence[str]) -> dict[str, Any]:
@@ -53,15 +82,43 @@ def composed(job: str, overrides: Sequence[str]) -> dict[str, Any]:
         overrides: in Hydra's grammar.
 
     Raises:
+        UserError: a file may be of another user, or is not text.
         HydraException, OmegaConfBaseException, YAMLError, ValueError, OSError: as Hydra reports them.
         RecursionError: a file includes itself.
     """
-    with initialize_config_dir(config_dir=str(shipped("configs")), version_base="1.3"):
-        sources = GlobalHydra.instance().config_loader().get_sources()
-        main = next(index for index, source in enumerate(sources) if source.provider == "main")
-        sources[main : main + 1] = [_Files("main", str(folder)) for folder in folders()]
+    with _hydra():
         tree: Any = OmegaConf.to_container(compose(job, overrides=list(overrides)), resolve=True)
     for key, value in flat(tree).items():
         if key in VALUES and isinstance(value, list) and value[:1] == [_TABLE]:
             put(tree, key, value[1])
     return tree  # type: ignore[no-any-return]
+
+
+def composed_files(job: str, chosen: Sequence[str] = ()) -> list[tuple[Path, str]]:
+    """Return the files that `composed` merges; a later one takes precedence.
+
+    Args:
+        chosen: the overrides that choose files of groups.
+
+    Returns:
+        each file, and the section into which its keys go: `model.`, or an empty text.
+    """
+    with _hydra() as loader:
+        entries = loader.compute_defaults_list(job, list(chosen), RunMode.RUN).defaults
+    files = [(_file(entry.config_path), f"{entry.package}." if entry.package else "") for entry in entries]
+    return [(path, section) for path, section in files if path.is_file()]  # the others are Hydra's own
+
+
+def _file(config_path: str) -> Path:
+    return file_of("", config_path.removesuffix(".yaml"))
+
+
+@contextmanager
+def _hydra() -> Iterator[ConfigLoader]:
+    """Start Hydra with the folders that have job files and groups."""
+    with initialize_config_dir(config_dir=str(shipped("configs")), version_base="1.3"):
+        loader = GlobalHydra.instance().config_loader()
+        sources = loader.get_sources()
+        main = next(index for index, source in enumerate(sources) if source.provider == "main")
+        sources[main] = _Files("main", f"{_Files.scheme()}://configs")
+        yield loader

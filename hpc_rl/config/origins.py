@@ -2,27 +2,39 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import functools
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from hpc_rl.config.groups import composed_files, groups
+from hpc_rl.config.groups import groups
 from hpc_rl.config.tree import compose_yaml
 
 
-def origin_of(job: str, key: str, overrides: Sequence[str] = ()) -> str:
-    """Return `FILE, line N: ` for the line that sets a key, or an empty text if none does.
+def origins(job: str, overrides: Sequence[str] = ()) -> Callable[[str], str]:
+    """Return a function from a dotted key to `FILE, line N: ` for the line that sets it, or an empty text if none does.
 
     Args:
-        overrides: words of the command line. A key that one of them sets has no line.
+        overrides: words of the command line, with which the configuration has been composed. A key that one of them
+            sets has no line.
     """
-    typed = {word.partition("=")[0].lstrip("+~") for word in overrides} - groups()
-    if any(_is_same_or_above(word, key) or _is_same_or_above(key, word) for word in typed):
+
+    @functools.cache
+    def files() -> list[tuple[Path, str]]:
+        from hpc_rl.config.hydra_files import composed_files
+
+        return composed_files(job, [word for word in overrides if _key(word) in groups()])
+
+    def origin(key: str) -> str:
+        typed = {_key(word) for word in overrides} - groups()
+        if any(_is_same_or_above(word, key) or _is_same_or_above(key, word) for word in typed):
+            return ""
+        for path, section in reversed(files()):
+            if found := line_in(path, key.removeprefix(section) if key.startswith(section) else ""):
+                return found
         return ""
-    for path, section in reversed(composed_files(job, overrides)):
-        if found := line_in(path, key.removeprefix(section) if key.startswith(section) else ""):
-            return found
-    return ""
+
+    return origin
 
 
 def line_in(path: Path, key: str) -> str:
@@ -53,6 +65,10 @@ def _keys(node: Any, prefix: str) -> Iterator[tuple[str, int]]:
     for name, value in node.value:
         yield f"{prefix}{name.value}", name.start_mark.line + 1
         yield from _keys(value, f"{prefix}{name.value}.")
+
+
+def _key(word: str) -> str:
+    return word.partition("=")[0].lstrip("+~")
 
 
 def _is_same_or_above(key: str, other: str) -> bool:

@@ -2,11 +2,14 @@
 
     building = Building(root, "name")     # a folder with a temporary name
     write_files(building.folder)
-    held = building.publish()             # now root/name, which stays until held.close()
+    building.publish()                    # now root/name, unless another process was faster
+    held = hold(root / "name")            # it stays until held.close()
+    building.discard()
 
-Every process that uses an entry holds the lock of a file in it, and so does the one that writes it. The kernel drops a
-lock however its process ends, so what a killed process leaves is found and removed. The files are trusted: the folder
-with the entries must be one that only this user can write to.
+Several processes may write one entry at the same time, each in a folder of its own. Every process that uses an entry
+holds the lock of a file in it, and so does the one that writes it. The kernel drops a lock however its process ends, so
+what a killed process leaves is found and removed. The files are trusted: the folder with the entries must be one that
+only this user can write to.
 """
 
 from __future__ import annotations
@@ -30,8 +33,8 @@ LOCK = "lock"
 """Name of the file in an entry that its users lock. Its time is that of the last use."""
 DESCRIPTION = "data.json"
 """Name of the file in an entry that describes it: a JSON object, in which `files` are its sources."""
-PARTIAL, REMOVED, BUILDING = ".partial", ".removed", ".building"
-"""Endings of hidden names: an entry that is not complete, one that is being removed, a lock of those who write one."""
+PARTIAL, REMOVED = ".partial", ".removed"
+"""Endings of hidden names: an entry that is not complete, and one that is being removed."""
 _LOCAL_BY_DEFAULT = ("beegfs",)
 """File systems whose locks reach other nodes only with a setting that no mount shows."""
 _UNMARKED_S = 3600
@@ -71,16 +74,8 @@ class Building:
         _flock(self._lock, fcntl.LOCK_SH)
         unlocked.rename(self.folder / LOCK)
 
-    def sign(self) -> None:
-        """Show other runs that the work goes on."""
-        with contextlib.suppress(OSError):
-            os.utime(self.folder / LOCK)
-
-    def publish(self) -> IO[str] | None:
+    def publish(self) -> None:
         """Give the entry its name. If another process was faster, its entry stays.
-
-        Returns:
-            see `hold`.
 
         Raises:
             OSError: the file system does not allow it.
@@ -90,12 +85,9 @@ class Building:
         except OSError as error:
             if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
                 raise
-        held = hold(self._entry)
-        self.discard()
-        return held
 
     def discard(self) -> None:
-        """Remove what has not been published."""
+        """Let go of the entry if it has its name, and remove it otherwise."""
         self._lock.close()
         remove_tree(self.folder)
 
@@ -111,36 +103,6 @@ def note_use(entry: Path) -> None:
         os.utime(entry / LOCK)
 
 
-def begin_building(root: Path, name: str) -> IO[str] | None:
-    """Return a file that is open as long as this process alone writes an entry; None if another one writes it.
-
-    Raises:
-        OSError: the file cannot be created.
-    """
-    path = root / f".{name}{BUILDING}"
-    while True:
-        path.touch(mode=0o600)
-        found = _locked(path, fcntl.LOCK_EX)
-        if found is not None or path.exists():
-            return found
-
-
-def end_building(lock: IO[str]) -> None:
-    """Let other processes write the entry."""
-    with contextlib.suppress(OSError):
-        Path(lock.name).unlink()
-    lock.close()
-
-
-def sign_of_building(root: Path, name: str) -> object:
-    """Return what changes as long as another process advances in writing an entry."""
-    found = []
-    for path in sorted(root.glob(f".{name}.*{PARTIAL}/{LOCK}")):
-        with contextlib.suppress(OSError):
-            found.append((str(path), path.stat().st_mtime_ns))
-    return found
-
-
 def remove(folder: Path) -> bool:
     """Remove an entry, or what is left of one, unless a process uses it or locks do not show it; return whether it is
     gone."""
@@ -149,7 +111,7 @@ def remove(folder: Path) -> bool:
     if not is_own_folder(folder):  # another user's, or a link
         return not os.path.lexists(folder)
     try:
-        lock = _locked(folder / LOCK, fcntl.LOCK_EX, needs_lock=True)
+        lock = _locked(folder / LOCK, fcntl.LOCK_EX)
     except PermissionError:  # another user's
         return False
     if lock is None and not _is_abandoned(folder):
@@ -202,11 +164,8 @@ def _is_abandoned(folder: Path) -> bool:
         return False
 
 
-def _locked(path: Path, how: int, needs_lock: bool = False) -> IO[str] | None:
-    """Open a file and lock it.
-
-    Args:
-        needs_lock: a file system without locks is a reason to fail.
+def _locked(path: Path, how: int) -> IO[str] | None:
+    """Open a file and lock it. On a file system without locks, a shared lock is taken to be held, an exclusive one not.
 
     Returns:
         None if there is no such file, it has just been replaced, or another process has a lock that excludes this one.
@@ -219,7 +178,7 @@ def _locked(path: Path, how: int, needs_lock: bool = False) -> IO[str] | None:
         return None
     try:
         has_lock = _flock(file, how | fcntl.LOCK_NB)
-        if os.path.samestat(os.fstat(file.fileno()), path.stat()) and (has_lock or not needs_lock):
+        if os.path.samestat(os.fstat(file.fileno()), path.stat()) and (has_lock or how == fcntl.LOCK_SH):
             return file
     except (BlockingIOError, FileNotFoundError, NotADirectoryError):
         pass

@@ -1,7 +1,8 @@
-"""submitit's Slurm executor, with a rendered script and a more robust job state.
+"""submitit's Slurm executor, with a rendered script.
 
-submitit writes, submits, cancels and watches jobs. This module replaces the text of the script (it can be edited by
-hand and contains no pickle), the number of tasks, and the job state, which submitit reads only from sacct.
+submitit writes the script to a file, calls sbatch, and raises its errors. This module replaces the text of the script
+(it can be edited by hand and contains no pickle), the words of the command, and the reading of its answer. submitit's
+jobs are not used, because they read states only from sacct: `hpc_rl.slurm.commands` watches and cancels.
 """
 
 from __future__ import annotations
@@ -14,10 +15,9 @@ import subprocess
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from submitit.core.utils import FailedJobError
-from submitit.slurm.slurm import SlurmExecutor, SlurmInfoWatcher, SlurmJob
+from submitit.slurm.slurm import SlurmExecutor
 
 from hpc_rl.errors import UnclearError, UserError
 from hpc_rl.host.search_path import without_empty_entries
@@ -48,28 +48,6 @@ _LOOK = (
 _UNREACHABLE = re.compile("Unable to contact slurm controller|establish a configuration source", re.IGNORECASE)
 
 
-class StateWatcher(SlurmInfoWatcher):
-    """Query sacct, then squeue, then scontrol, so that it works with and without accounting."""
-
-    def update(self) -> None:
-        for job_id in self._registered - self._finished:
-            try:
-                state = commands.job_state(job_id)
-            except commands.NoAnswer:
-                continue
-            if state is not None:
-                self._info_dict[job_id] = {"JobID": job_id, "State": state.state, "NodeList": state.nodes}
-                if state.ended:
-                    self._finished.add(job_id)
-        self._num_calls += 1
-
-
-class ScriptJob(SlurmJob[Any]):
-    """A submitted script. Its results are in the run directory."""
-
-    watcher = StateWatcher(delay_s=15)
-
-
 class ScriptExecutor(SlurmExecutor):
     """Submit one finished script without changing it.
 
@@ -80,8 +58,6 @@ class ScriptExecutor(SlurmExecutor):
         place: the cluster that the job has to be in; None for the one that script and environment ask for.
     """
 
-    job_class = ScriptJob
-
     def __init__(self, folder: Path, script: str, options: Sequence[str] = (), place: Place | None = None) -> None:
         super().__init__(folder)
         self._script = script
@@ -90,8 +66,8 @@ class ScriptExecutor(SlurmExecutor):
         self.place = self._asked
         """Where the job is, after the submission."""
 
-    def submit_script(self) -> ScriptJob:
-        """Submit the script with sbatch.
+    def submit_script(self) -> str:
+        """Submit the script with sbatch, and return the id of the job.
 
         Raises:
             UnclearError: the job may be in the queue.
@@ -111,8 +87,7 @@ class ScriptExecutor(SlurmExecutor):
                     "add --local to run the job on this machine"
                 ) from error
             raise UserError(f"sbatch refused the job: {reason}") from error
-        assert isinstance(job, ScriptJob)
-        return job
+        return str(job.job_id)
 
     def _make_submission_file_text(self, command: str, uid: str) -> str:
         return self._script

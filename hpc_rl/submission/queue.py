@@ -259,7 +259,7 @@ def queue(script: str, options: Sequence[str] = (), place: Place | None = None) 
     with held_interrupts() as interrupted, tempfile.TemporaryDirectory() as folder:
         try:
             executor = ScriptExecutor(Path(folder), script, options, place)
-            queued = Queued(executor.submit_script().job_id, executor.place)
+            queued = Queued(executor.submit_script(), executor.place)
         except commands.NoAnswer as error:
             raise UserError(str(error)) from error
     if interrupted():

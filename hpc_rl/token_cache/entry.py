@@ -28,6 +28,10 @@ from hpc_rl.training.checkpoints import checksums
 DESCRIPTION = entries.DESCRIPTION
 
 
+class Unusable(Exception):
+    """The files of an entry are missing or damaged, for the reason in the message."""
+
+
 class Source(ABC):
     """Rows that are needed in tokenized form."""
 
@@ -184,43 +188,51 @@ def complete(folder: Path, request: Request, summaries: Sequence[Mapping[str, An
     checksums.write(folder, {**sums, DESCRIPTION: checksums.of_file(folder / DESCRIPTION)})
 
 
-def problem_of(entry: Path) -> str | None:
-    """Return why an entry cannot be used, as far as names and sizes show; None if it can."""
+def opened(request: Request, entry: Path, share: tuple[int, int] | None) -> tuple[Tokenized[Any], Any]:
+    """Open the files of an entry. They are kept while the data is used.
+
+    Args:
+        share: (number of this rank, number of ranks), of which each reads a part of the files to compare checksums.
+            None for files that have just been written.
+
+    Raises:
+        Unusable: files are missing or damaged.
+        UserError: they are intact, and cannot be opened.
+    """
+    with contextlib.ExitStack() as stack:
+        held = entries.hold(entry)
+        if held is None:
+            raise Unusable(f"{entries.LOCK} is missing")
+        stack.callback(held.close)
+        if share is not None and (damage := _damage_of(entry, *share)) is not None:
+            raise Unusable(damage)
+        try:
+            found = json.loads((entry / DESCRIPTION).read_text())
+            paths = [entry / name for name in found["parts"]]
+            counts = request.form.counts(**found["counts"])
+            tokenized = request.form.opened(paths, found["kept"], held)
+        except FileNotFoundError as error:  # another run has just removed the name
+            raise Unusable(str(error)) from error
+        except (OSError, ValueError, TypeError, KeyError, pa.ArrowException) as error:
+            raise UserError(cannot_read(request, entry, str(error))) from error
+        entries.note_use(entry)
+        stack.pop_all()
+        return tokenized, counts
+
+
+def cannot_read(request: Request, entry: Path, reason: str) -> str:
+    """Return the message about an entry that is of no use."""
+    return f"{request.what} in {entry} cannot be read ({reason}): delete this folder if it exists, and start again"
+
+
+def _damage_of(entry: Path, rank: int, ranks: int) -> str | None:
+    """Return what is wrong with the names and sizes of an entry's files, or with the contents of this rank's share."""
     try:
         sums = checksums.read(entry)
     except (OSError, ValueError) as error:
         return f"{checksums.NAME}: {error}"
     if not sums or DESCRIPTION not in sums:
         return f"{checksums.NAME} is missing" if sums is None else f"{checksums.NAME} is not valid"
-    return checksums.wrong_size(entry, sums)
-
-
-def wrong_contents(entry: Path, rank: int, ranks: int) -> str | None:
-    """Read this rank's share of an entry's files; return the first one that is damaged, as text, or None."""
-    try:
-        sums = checksums.read(entry) or {}
-    except (OSError, ValueError) as error:
-        return f"{checksums.NAME}: {error}"
-    return checksums.wrong_contents(entry, sums, sorted(sums)[rank::ranks], heart.beat)
-
-
-def opened(request: Request, entry: Path) -> tuple[Tokenized[Any], Any]:
-    """Open the files of an entry. They are kept while the data is used.
-
-    Raises:
-        UserError: they cannot be opened.
-    """
-    held = entries.hold(entry)
-    try:
-        if held is None:
-            raise FileNotFoundError("it was removed")
-        found = json.loads((entry / DESCRIPTION).read_text())
-        paths = [entry / name for name in found["parts"]]
-        counts = request.form.counts(**found["counts"])
-        tokenized = request.form.opened(paths, found["kept"], held)
-    except (OSError, ValueError, TypeError, KeyError, pa.ArrowException) as error:
-        raise UserError(
-            f"{request.what} in {entry} cannot be read ({error}): delete this folder if it exists, and start again"
-        ) from error
-    entries.note_use(entry)
-    return tokenized, counts
+    return checksums.wrong_size(entry, sums) or checksums.wrong_contents(
+        entry, sums, sorted(sums)[rank::ranks], heart.beat
+    )

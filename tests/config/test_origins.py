@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from hpc_rl.config.compose import compose, load_config
-from hpc_rl.config.groups import composed_files
-from hpc_rl.config.origins import line_in, origin_of
+from hpc_rl.config.hydra_files import composed_files
+from hpc_rl.config.origins import line_in, origins
 from hpc_rl.errors import UserError
 
 SFT = """\
@@ -77,10 +77,10 @@ def test_files_are_in_the_order_of_precedence(project: Path) -> None:
 
 
 def test_a_section_on_the_command_line_hides_its_keys() -> None:
-    assert origin_of("sft", "optim.lrr") == "configs/sft.yaml, line 7: "
-    assert origin_of("sft", "optim.lrr", ["optim={lrr: 2}"]) == ""
-    assert origin_of("sft", "optim.lrr", ["optimizer=2"]) == "configs/sft.yaml, line 7: "
-    assert origin_of("sft", "optim.nothing") == ""
+    assert origins("sft")("optim.lrr") == "configs/sft.yaml, line 7: "
+    assert origins("sft", ["optim={lrr: 2}"])("optim.lrr") == ""
+    assert origins("sft", ["optimizer=2"])("optim.lrr") == "configs/sft.yaml, line 7: "
+    assert origins("sft")("optim.nothing") == ""
 
 
 def test_a_file_that_cannot_be_read_has_no_lines(project: Path) -> None:

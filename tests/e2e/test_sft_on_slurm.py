@@ -356,17 +356,23 @@ def test_a_controller_that_does_not_answer_ends_nothing(workspace: Workspace, sl
     workspace.ok("cancel", "asleep")
 
 
-def test_submitit_sees_the_state_without_accounting(
+def test_a_script_is_submitted_from_inside_an_allocation_and_watched_without_accounting(
     workspace: Workspace, slurm_cluster: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    from hpc_rl.slurm.commands import cancel, job_state
     from hpc_rl.submission.executor import ScriptExecutor
 
     for name, value in slurm_cluster.env.items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setenv("SLURM_MEM_PER_CPU", "100")  # as inside an allocation
+    monkeypatch.setenv("SLURM_MEM_PER_CPU", "100")
     monkeypatch.chdir(workspace.folder)
-    (workspace.folder / "executor").mkdir()
-    job = ScriptExecutor(workspace.folder / "executor", "#!/bin/bash\n#SBATCH --mem=500\nsleep 600\n").submit_script()
-    workspace.wait_until(lambda: job.get_info(mode="force").get("State") == "RUNNING", "submitit sees it run")
-    job.cancel()
-    workspace.wait_until(lambda: job.get_info(mode="force").get("State") == "CANCELLED", "submitit sees it cancelled")
+    executor = ScriptExecutor(workspace.folder, "#!/bin/bash\n#SBATCH --mem=500\nsleep 600\n")
+    job_id = executor.submit_script()
+
+    def is_in_state(expected: str) -> bool:
+        found = job_state(job_id, place=executor.place)
+        return found is not None and found.state == expected
+
+    workspace.wait_until(lambda: is_in_state("RUNNING"), "it runs")
+    cancel(job_id, place=executor.place)
+    workspace.wait_until(lambda: is_in_state("CANCELLED"), "it is cancelled")

@@ -14,11 +14,10 @@ from pathlib import Path
 import pytest
 
 from hpc_rl.host import entries
-from hpc_rl.host.entries import LOCK, Building, begin_building, end_building, hold
+from hpc_rl.host.entries import LOCK, Building, hold
 
 BUILD = "building = entries.Building(root, 'one')"
 HOLD = "held = entries.hold(root / 'one')"
-BEGIN = "held = entries.begin_building(root, 'one')"
 
 
 @contextlib.contextmanager
@@ -38,9 +37,8 @@ def another(root: Path, work: str) -> Iterator[subprocess.Popen[str]]:
 def make(root: Path, name: str = "one", text: str = "x") -> Path:
     building = Building(root, name)
     (building.folder / "file").write_text(text)
-    held = building.publish()
-    assert held is not None
-    held.close()
+    building.publish()
+    building.discard()
     return root / name
 
 
@@ -49,9 +47,11 @@ def test_an_entry_is_complete_or_absent(tmp_path: Path) -> None:
     assert building.folder.stat().st_mode & 0o777 == 0o700
     (building.folder / "file").write_text("x")
     assert hold(tmp_path / "one") is None
-    held = building.publish()
-    assert held is not None and (tmp_path / "one" / "file").read_text() == "x"
+    building.publish()
+    assert (tmp_path / "one" / "file").read_text() == "x"
     assert [path.name for path in tmp_path.iterdir()] == ["one"]
+    assert not entries.remove(tmp_path / "one"), "who has written it has not let go of it"
+    building.discard()
     other = Building(tmp_path, "one")
     other.discard()
     assert [path.name for path in tmp_path.iterdir()] == ["one"]
@@ -60,8 +60,9 @@ def test_an_entry_is_complete_or_absent(tmp_path: Path) -> None:
 def test_the_first_of_two_entries_stays(tmp_path: Path) -> None:
     slow = Building(tmp_path, "one")
     make(tmp_path, text="first")
-    held = slow.publish()
-    assert held is not None and (tmp_path / "one" / "file").read_text() == "first"
+    slow.publish()
+    slow.discard()
+    assert (tmp_path / "one" / "file").read_text() == "first"
     assert [path.name for path in tmp_path.iterdir()] == ["one"]
 
 
@@ -140,38 +141,12 @@ def test_locks_of_beegfs_are_not_trusted(tmp_path: Path, monkeypatch: pytest.Mon
     assert not entries.locks_reach(tmp_path)
 
 
-def test_one_process_builds_at_a_time(tmp_path: Path) -> None:
-    with another(tmp_path, BEGIN):
-        assert begin_building(tmp_path, "one") is None
-        other = begin_building(tmp_path, "two")
-        assert other is not None
-        end_building(other)
-    lock = begin_building(tmp_path, "one")
-    assert lock is not None
-    end_building(lock)
-    assert not any(tmp_path.iterdir())
-
-
-def test_the_work_of_another_process_shows(tmp_path: Path) -> None:
-    assert entries.sign_of_building(tmp_path, "one") == []
-    building = Building(tmp_path, "one")
-    before = entries.sign_of_building(tmp_path, "one")
-    assert before == entries.sign_of_building(tmp_path, "one") != []
-    os.utime(building.folder / LOCK, (0, 0))
-    building.sign()
-    assert entries.sign_of_building(tmp_path, "one") != before
-    building.discard()
-
-
 def test_without_locks_all_but_removing_works(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: object) -> None:
         raise OSError(38, "Function not implemented")
 
     monkeypatch.setattr(fcntl, "flock", refuse)
-    lock = begin_building(tmp_path, "one")
-    assert lock is not None
     entry = make(tmp_path)
-    end_building(lock)
     assert not entries.remove(entry) and entry.exists()
 
 

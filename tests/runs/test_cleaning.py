@@ -215,9 +215,8 @@ def make_entry(root: Path, name: str, size: int, age_s: float = 0.0) -> Path:
     building = entries.Building(root, name)
     (building.folder / "part").write_bytes(bytes(size))
     (building.folder / "data.json").write_text(json.dumps({"files": ["a.jsonl", "b.jsonl"]}))
-    held = building.publish()
-    assert held is not None
-    held.close()
+    building.publish()
+    building.discard()
     used = time.time() - age_s
     os.utime(root / name / entries.LOCK, (used, used))
     return root / name
