@@ -94,7 +94,7 @@ def _lines(
     gpus = counted(trainer.n_gpus_per_node, "GPU")
     yield f"{nodes} x {gpus} of {gigabytes(plan.gpu)} GB; sizes in GB (10^9 bytes) for each GPU"
     if memory.run is not None:
-        yield f"the memory of a GPU is that which the run {memory.run} recorded"
+        yield f"run {memory.run} recorded the memory of a GPU"
     yield ""
     pools = any(phase.pool for phase in plan.phases)
     rows = [[*(["pool"] if pools else []), "phase", "resident", "peak", "largest parts of the peak"]]

@@ -48,7 +48,7 @@ class EnvironmentConfig(ToolFormatConfig):
     timeout_s: float = Field(60, gt=0)
     """Longest time in seconds of a call. A process that takes longer is ended, and its conversations have no score."""
     max_output_chars: int = Field(10_000, ge=100)
-    """Longest text that a tool or an environment returns, in characters. The middle of a longer one is left out."""
+    """Longest result of a tool or an environment, in characters. Longer results lose their middle."""
     sandbox: Annotated[str, REPLACES_VARIABLES] = "auto"
     """What runs the programs of the tools python and bash: apptainer, bwrap, or with a root file system
     apptainer:IMAGE or bwrap:FOLDER. auto: the first of the two that is installed, with the system folders of the

@@ -23,7 +23,7 @@ from hpc_rl.rl.workers.learner import ROUTER, Sums
 from hpc_rl.tracking.timeline import Timeline, new_timeline
 from hpc_rl.training.perf import Clock, Span
 
-PROBS_DIFF_DOCS = "docs/rl.md, section 'When engine and trainer disagree'"
+PROBS_DIFF_DOCS = "docs/engines.md, section 'When engine and trainer disagree'"
 STALE_WARNING = 0.05
 """KL(sampling policy, policy) per token over which old responses mislead the training, as for the updates of a step."""
 LENGTH_PERCENTILES = (10, 50, 90)

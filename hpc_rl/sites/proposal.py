@@ -314,7 +314,7 @@ def _shape(facts: Facts, partition: Partition, choice: Choice) -> Iterator[str]:
     yield f"node: {{{', '.join(f'{key}: {value}' for key, value in shape.items() if value)}}}"
     if kind is not None and named_gb(kind) is None:
         yield "# Add gpu_gb to the node, the memory of a GPU in 10^9 bytes: submit then refuses jobs that cannot fit."
-        yield "# Without it, the memory is that which an earlier run in the partition recorded."
+        yield "# Without it, hpc-rl uses the memory that an earlier run in the partition recorded."
 
 
 def _usual_shape(facts: Facts, partition: Partition) -> NodeGroup:

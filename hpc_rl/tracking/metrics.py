@@ -5,7 +5,7 @@ Keys of a line: `step`, `total_steps`, `time` (unix seconds), and metrics by gro
     train/loss  train/lr  train/grad_norm  train/epoch  ...
     val/loss
     perf/tokens_per_s (all ranks)  perf/throughput (one rank)  perf/mfu (0 to 1)  perf/max_memory_gb  perf/eta_s
-    critic/score/mean  actor/entropy  val/score  response_length/mean  ... (docs/rl.md)
+    critic/score/mean  actor/entropy  val/score  response_length/mean  ... (docs/rl-jobs.md)
     timing_s/step, and the phases of a step: timing_s/<phase>
 
 Several lines may belong to one step: what it measured, before it is saved; then validation and times. A resumed run

@@ -1,4 +1,4 @@
-"""The table of README.md: how many GPUs a method needs, as the plan finds it.
+"""The table of docs/plan.md: how many GPUs a method needs, as the plan finds it.
 
 python -m tests.plan.gpu_table prints it.
 """

@@ -1,6 +1,6 @@
 """Steps of 7B and 32B models on simulated GPUs: `make test-large`. Each takes one to three minutes of one core.
 
-The printed peaks are the figures of docs/sft.md and docs/rl.md.
+The printed peaks are the figures of docs/sft.md and docs/engines.md.
 """
 
 from __future__ import annotations

@@ -391,8 +391,8 @@ def test_an_earlier_run_tells_the_memory_of_the_gpus(folder: Path) -> None:
     (attempt / "node0-usage.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     out = output(*PLAN, "slurm.partition=gpu")
     assert "1 node x 8 GPUs of 42.9 GB; sizes in GB" in out
-    assert f"\nthe memory of a GPU is that which the run {attempt.parent} recorded\n" in out
-    assert "that which the run" not in output(*PLAN, "slurm.partition=gpu", "--gpu-gb", "40")
+    assert f"\nrun {attempt.parent} recorded the memory of a GPU\n" in out
+    assert "recorded the memory of a GPU" not in output(*PLAN, "slurm.partition=gpu", "--gpu-gb", "40")
     with pytest.raises(UserError, match=r"that of the run \S+/sft-1; if it is wrong, set slurm\.node\.gpu_gb\)"):
         fit(request("slurm.partition=gpu", gpu_gb=None))
 

@@ -107,7 +107,9 @@ def own_agent(agent: Path, run_dir: Path) -> Iterator[None]:
 @pytest.mark.long
 def test_the_example_of_the_docs_learns(run: Runs, tmp_path: Path) -> None:
     """To write one letter, in its first turn or in the second one."""
-    (example,) = [block for block in code_blocks(ROOT / "docs" / "rl.md", "python") if "# my/agent.py" in block]
+    (example,) = [
+        block for block in code_blocks(ROOT / "docs" / "conversations.md", "python") if "# my/agent.py" in block
+    ]
     (tmp_path / "agent.py").write_text(example)
     rows = tmp_path / "rows.jsonl"
     rows.write_text("".join(json.dumps({"messages": f"Write it, {n}.", "answer": "a"}) + "\n" for n in range(32)))
