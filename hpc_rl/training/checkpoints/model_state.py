@@ -182,7 +182,7 @@ def stored_weights(path: Path) -> dict[str, StoredWeight]:
     Raises:
         UserError: there is no checkpoint, or it is not complete.
     """
-    if problem := problem_of(path):
+    if problem := _problem_of(path):
         raise UserError(f"{path} is not a usable checkpoint: {problem}")
     try:
         found = _metadata(path).state_dict_metadata
@@ -226,7 +226,7 @@ def refuse_damage(path: Path, rank: int = 0, ranks: int = 1) -> None:
         UnreadableError: one is not.
     """
     try:
-        problem = problem_of(path) or folders.part_damage(path, rank, ranks)
+        problem = _problem_of(path) or folders.part_damage(path, rank, ranks)
     except (OSError, ValueError) as error:  # a stale handle, no permission, checksums that are not JSON
         raise UnreadableError(f"{path.name}/{error}") from error
     if problem:
@@ -237,7 +237,7 @@ def refuse_damage(path: Path, rank: int = 0, ranks: int = 1) -> None:
         raise UnreadableError(f"{path.name}/{error}") from error
 
 
-def problem_of(path: Path) -> str | None:
+def _problem_of(path: Path) -> str | None:
     """Return why a folder is not complete, judged by its files and their sizes; None if it is complete."""
     if (problem := folders.part_problem(path)) or is_written(path):
         return problem
