@@ -103,9 +103,7 @@ def run_steps(
             metrics = step(clock)
             is_completed, is_last = bool(metrics), state.step == state.total_steps
             saves = is_last or state.stop or state.save
-            validates = not state.stop and bool(state.val) and validation_is_due(
-                state.config.trainer, state.step, state.total_steps
-            )
+            validates = not state.stop and _validates(state, state.step)
             if is_completed and (saves or validates):  # now: an attempt after this one resumes after the step
                 state.tracker.log(state.step, metrics, state.total_steps)
                 metrics = {}
@@ -132,8 +130,7 @@ def decide(state: LoopState, step: int, step_s: float = 0.0) -> tuple[bool, bool
         step_s: its seconds, if `state.stopping` has not noted them.
     """
     trainer, stopping = state.config.trainer, state.stopping
-    validates = bool(state.val) and validation_is_due(trainer, step, state.total_steps)
-    work_s = max(stopping.rest_s(), step_s) + (stopping.testing_s if validates else 0.0)
+    work_s = max(stopping.rest_s(), step_s) + (stopping.testing_s if _validates(state, step) else 0.0)
     stops = step < state.total_steps and stopping.due(work_s)
     is_late = trainer.save_minutes > 0 and time.monotonic() - state.saved_at >= 60 * trainer.save_minutes
     return stops, is_late or _is_multiple(step, trainer.save_freq)
@@ -142,6 +139,10 @@ def decide(state: LoopState, step: int, step_s: float = 0.0) -> tuple[bool, bool
 def validation_is_due(trainer: TrainingConfig, step: int, total_steps: int) -> bool:
     """Return whether a run with validation data validates after this step."""
     return step == total_steps or _is_multiple(step, trainer.test_freq)
+
+
+def _validates(state: LoopState, step: int) -> bool:
+    return bool(state.val) and validation_is_due(state.config.trainer, step, state.total_steps)
 
 
 def _is_multiple(step: int, every: int) -> bool:

@@ -121,7 +121,7 @@ def read(path: Path, model: PackedModel, optimizer: torch.optim.Optimizer, world
         AgreedError: its adapters are not those of the model, or its moments are stored in another way.
     """
     try:
-        world.together(lambda: _refuse_damage(path, world))
+        world.together(lambda: refuse_damage(path, world.rank, world.size))
     except AgreedError as error:
         raise UnreadableError(str(error)) from error
     world.together(lambda: _refuse_other_adapters(path, model) if world.is_main else None)
@@ -344,10 +344,6 @@ def _write_checksums(path: Path, sums: dict[str, Checksum]) -> None:
         checksums.write(path, {**sums, **settings})
     except OSError as error:
         raise RunError(f"{path} could not be written: {explained(error, path)}") from error
-
-
-def _refuse_damage(path: Path, world: World) -> None:
-    refuse_damage(path, world.rank, world.size)
 
 
 def _write_settings(folder: Path, found: Snapshot) -> None:
