@@ -140,8 +140,8 @@ def load(config: FinetuneConfig, run: RunDir, world: World, objective: Objective
         trained_tokenizer = as_trained(tokenizer, model.hf)
         flops = count_flops(model)
         optimizer = build_optimizer(model, config.optim)
-        parts = OneModel(model, optimizer, trained_tokenizer, world)
-        progress = checkpoint.load_latest(run.checkpoints, parts, world)
+        models = OneModel(model, optimizer, trained_tokenizer, world)
+        progress = checkpoint.load_latest(run.checkpoints, models, world)
     if progress is None:
         samples = data.samples(Position()) or 0
         progress = Progress(samples=samples, dtype=export_dtype(config.model, config.trainer))
@@ -166,7 +166,7 @@ def load(config: FinetuneConfig, run: RunDir, world: World, objective: Objective
         val_sizes=val_sizes,
         total_steps=total_steps,
         tracker=world.together(lambda: open_tracker(config, run, progress.wandb_id, world.is_main)),
-        saver=Saver(run.checkpoints, parts, world, config.trainer.max_ckpt_to_keep, not config.trainer.save_async),
+        saver=Saver(run.checkpoints, models, world, config.trainer.max_ckpt_to_keep, not config.trainer.save_async),
         stopping=stopping,
         step=progress.step,
         position=position,

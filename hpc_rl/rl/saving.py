@@ -17,7 +17,7 @@ from hpc_rl.rl.workers.group import WorkerGroup
 from hpc_rl.training.checkpoints import model_state
 from hpc_rl.training.checkpoints.background import DEADLINE_S
 from hpc_rl.training.checkpoints.folders import ACTOR, CRITIC
-from hpc_rl.training.checkpoints.saver import Parts
+from hpc_rl.training.checkpoints.saver import TrainedModels
 from hpc_rl.training.distributed import World
 
 _POLL_S = 1.0
@@ -28,47 +28,47 @@ _AFTER_DEATH_S = 30
 """Time for the other parts of a checkpoint, after a process that wrote one has died."""
 
 
-class WorkerParts(Parts):
+class WorkerModels(TrainedModels):
     """Actor and critic, in the processes of worker groups."""
 
     def __init__(self, actor: WorkerGroup, critic: WorkerGroup | None) -> None:
         self._groups = {ACTOR: actor} | ({CRITIC: critic} if critic else {})
         self.names = tuple(self._groups)
-        self._watch: Watch | None = None
+        self._on_disk: PartsOnDisk | None = None
 
     def begin(self, partial: Path, copy: bool) -> Callable[[World], None]:
-        """See Parts. Whether a worker copies its model is an option (trainer.save_async)."""
+        """See TrainedModels. Whether a worker copies its model is an option (trainer.save_async)."""
         for pending in [group.save(role, partial / role) for role, group in self._groups.items()]:
             pending.wait()
-        self._watch = watch = Watch([partial / role for role in self._groups])
-        return lambda _: watch.wait()
+        self._on_disk = on_disk = PartsOnDisk([partial / role for role in self._groups])
+        return lambda _: on_disk.wait()
 
     def read(self, path: Path) -> None:
-        """See Parts."""
+        """See TrainedModels."""
         for pending in [group.load(role, path / role) for role, group in self._groups.items()]:
             pending.wait()
 
     def await_reports(self) -> None:
-        """See Parts."""
+        """See TrainedModels."""
         for pending in [group.saved(role) for role, group in self._groups.items()]:
             pending.wait(DEADLINE_S)
-        if self._watch is not None:
-            self._watch.end()
+        if self._on_disk is not None:
+            self._on_disk.end()
 
     def patience(self) -> tuple[float, str]:
-        """See Parts. A process that has died leaves its part as it is, which may be complete."""
+        """See TrainedModels. A process that has died leaves its part as it is, which may be complete."""
         writing = [group.saved(role) for role, group in self._groups.items()]
         if has_died([call for one in writing for call in one.calls]):
             return _AFTER_DEATH_S, "a process that wrote a part of it has died"
         return super().patience()
 
     def give_up(self) -> None:
-        """See Parts."""
-        if self._watch is not None:
-            self._watch.end(failed=True)
+        """See TrainedModels."""
+        if self._on_disk is not None:
+            self._on_disk.end(failed=True)
 
 
-class Watch:
+class PartsOnDisk:
     """Waits in a thread for parts of a checkpoint that other processes write."""
 
     def __init__(self, parts: list[Path]) -> None:

@@ -38,7 +38,7 @@ from hpc_rl.rl.rollout.request_queue import RequestQueue
 from hpc_rl.rl.rollout.respondent import Respondent
 from hpc_rl.rl.rollout.rollout import InProcessRollout, Rollout, SeparateRollout
 from hpc_rl.rl.rows import decide_rows
-from hpc_rl.rl.saving import WorkerParts
+from hpc_rl.rl.saving import WorkerModels
 from hpc_rl.rl.scoring import Converses, EnvironmentScoring, FunctionScoring, ModelScoring, NoScoring, Scoring
 from hpc_rl.rl.state import OldLogprobs, PpoState
 from hpc_rl.rl.workers.group import WorkerGroup
@@ -47,7 +47,7 @@ from hpc_rl.tracking.metrics import has_validation, read_metrics
 from hpc_rl.tracking.tracker import open_tracker
 from hpc_rl.training.checkpoints import checkpoint
 from hpc_rl.training.checkpoints.folders import Progress
-from hpc_rl.training.checkpoints.saver import Parts, Saver
+from hpc_rl.training.checkpoints.saver import Saver, TrainedModels
 from hpc_rl.training.distributed import ONE_PROCESS
 from hpc_rl.training.loop import validation_is_due
 from hpc_rl.training.models.causal_lm import load_tokenizer
@@ -96,8 +96,8 @@ def set_up(config: PpoConfig, run: RunDir, logs: Path) -> PpoState:
     total_steps = config.trainer.total_training_steps or (
         config.trainer.total_epochs * (len(train) // config.data.train_batch_size)
     )
-    parts = WorkerParts(actor, critic)
-    progress = load_progress(config, run, parts, len(train), total_steps)
+    models = WorkerModels(actor, critic)
+    progress = load_progress(config, run, models, len(train), total_steps)
     rows = decide_rows(config, groups.values(), progress)
     lora = config.model.lora
     if progress is not None or lora.is_used:
@@ -136,7 +136,7 @@ def set_up(config: PpoConfig, run: RunDir, logs: Path) -> PpoState:
         total_steps=total_steps,
         tracker=open_tracker(config, run, progress.wandb_id if progress else None, is_main=True),
         saver=Saver(
-            run.checkpoints, parts, ONE_PROCESS, config.trainer.max_ckpt_to_keep, not config.trainer.save_async
+            run.checkpoints, models, ONE_PROCESS, config.trainer.max_ckpt_to_keep, not config.trainer.save_async
         ),
         stopping=stopping,
         rows=rows,
@@ -219,13 +219,15 @@ def load_data(
     return train, val, mixture
 
 
-def load_progress(config: PpoConfig, run: RunDir, parts: Parts, prompts: int, total_steps: int) -> Progress | None:
+def load_progress(
+    config: PpoConfig, run: RunDir, models: TrainedModels, prompts: int, total_steps: int
+) -> Progress | None:
     """Load the newest checkpoint into the workers, and say what is left; None if the run has no checkpoint.
 
     Raises:
         UserError: no checkpoint can be used, or the newest one was trained with other data or other quantization.
     """
-    progress = checkpoint.load_latest(run.checkpoints, parts, ONE_PROCESS)
+    progress = checkpoint.load_latest(run.checkpoints, models, ONE_PROCESS)
     if progress is None:
         return None
     checkpoint.refuse_other_data(run.checkpoints, progress, prompts)

@@ -13,7 +13,7 @@ import pytest
 from hpc_rl.errors import RunError
 from hpc_rl.rl import saving
 from hpc_rl.rl.calls import Pending
-from hpc_rl.rl.saving import WorkerParts
+from hpc_rl.rl.saving import WorkerModels
 from hpc_rl.training.checkpoints import checksums, folders, model_state
 from hpc_rl.training.checkpoints import saver as saver_module
 from hpc_rl.training.checkpoints.folders import ACTOR, CRITIC, Progress
@@ -59,7 +59,7 @@ def workers() -> Workers:
 def saver(tmp_path: Path, workers: Workers, monkeypatch: pytest.MonkeyPatch) -> Saver:
     monkeypatch.setattr(saving, "_POLL_S", 0.01)
     group: Any = workers
-    return Saver(tmp_path, WorkerParts(group, group), ONE_PROCESS, keep=2)
+    return Saver(tmp_path, WorkerModels(group, group), ONE_PROCESS, keep=2)
 
 
 def begin(saver: Saver) -> None:

@@ -11,11 +11,11 @@ from hpc_rl.errors import AgreedError, UserError
 from hpc_rl.training.checkpoints import folders
 from hpc_rl.training.checkpoints.folders import Progress, numbered, problem_of, progress_of, read_progress
 from hpc_rl.training.checkpoints.model_state import UnreadableError
-from hpc_rl.training.checkpoints.saver import Parts
+from hpc_rl.training.checkpoints.saver import TrainedModels
 from hpc_rl.training.distributed import World
 
 
-def load_latest(folder: Path, parts: Parts, world: World) -> Progress | None:
+def load_latest(folder: Path, models: TrainedModels, world: World) -> Progress | None:
     """Load the newest usable checkpoint; return None if a run has none yet. Every rank calls this.
 
     A checkpoint that cannot be used is skipped with one line on stderr, and set aside.
@@ -25,11 +25,11 @@ def load_latest(folder: Path, parts: Parts, world: World) -> Progress | None:
     """
     found = [(str(path), asdict(progress)) for path, progress in usable(folder)] if world.is_main else None
     for path, progress in ((Path(path), progress_of(values)) for path, values in world.broadcast(found)):
-        missing = [part for part in parts.names if part not in progress.parts]
+        missing = [part for part in models.names if part not in progress.parts]
         try:
             if missing:
                 raise UnreadableError(f"it has no {' and no '.join(missing)}")
-            parts.read(path)
+            models.read(path)
         except UnreadableError as error:
             if world.is_main:
                 _warn_skipped(path, str(error))

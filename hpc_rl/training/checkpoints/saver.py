@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
-class Parts(ABC):
+class TrainedModels(ABC):
     """The trained models of a run. Each is a part of a checkpoint, in a folder of its name. The first one is exported.
 
     Here is what fine-tuning and reinforcement learning do differently when they save and resume.
@@ -64,7 +64,7 @@ class Parts(ABC):
         """End what the thread does; see `begin`."""
 
 
-class OneModel(Parts):
+class OneModel(TrainedModels):
     """The model of a run that trains only one, on the ranks that call this."""
 
     names = (MODEL,)
@@ -82,12 +82,12 @@ class OneModel(Parts):
         self._world = world
 
     def begin(self, partial: Path, copy: bool) -> Callable[[World], None]:
-        """See Parts. Every rank calls this."""
+        """See TrainedModels. Every rank calls this."""
         found = model_state.snapshot(self._model, self._optimizer, self._tokenizer, self._world, copy)
         return lambda own: model_state.write(partial / MODEL, found, own)
 
     def read(self, path: Path) -> None:
-        """See Parts. Every rank calls this."""
+        """See TrainedModels. Every rank calls this."""
         model_state.read(path / MODEL, self._model, self._optimizer, self._world)
 
 
@@ -99,14 +99,15 @@ class Saver:
 
     Args:
         folder: the run's checkpoints.
+        models: what a checkpoint contains.
         world: its rank 0 names the checkpoints.
         keep: number of checkpoints to keep.
         wait: whether `save` returns only when the checkpoint is complete. It then needs no copy in host memory.
     """
 
-    def __init__(self, folder: Path, parts: Parts, world: World, keep: int, wait: bool = False) -> None:
+    def __init__(self, folder: Path, models: TrainedModels, world: World, keep: int, wait: bool = False) -> None:
         self._folder = folder
-        self._parts = parts
+        self._models = models
         self._world = world
         self._keep = keep
         self._waits = wait
@@ -124,10 +125,10 @@ class Saver:
         """
         self.wait()
         world, folder, step = self._world, self._folder, progress.step
-        progress = replace(progress, parts=self._parts.names)
+        progress = replace(progress, parts=self._models.names)
         world.together(lambda: folders.begin(folder, step) if world.is_main else None)
         with self._discarded(step):
-            write_parts = self._parts.begin(folders.partial_folder(folder, step), copy=not self._waits)
+            write_parts = self._models.begin(folders.partial_folder(folder, step), copy=not self._waits)
 
         def write(own: World) -> None:
             with self._discarded(step):
@@ -151,9 +152,9 @@ class Saver:
         """
         if self._writer.is_writing:
             try:
-                self._parts.await_reports()
+                self._models.await_reports()
             except RunError:
-                self._parts.give_up()
+                self._models.give_up()
                 with suppress(RunError):  # the one that was reported is the cause
                     self._writer.wait(AFTER_ERROR_S)
                 raise
@@ -167,10 +168,10 @@ class Saver:
             self.wait()
             return
         try:
-            self._writer.wait(*(self._parts.patience() if self._writer.is_writing else (AFTER_ERROR_S,)))
+            self._writer.wait(*(self._models.patience() if self._writer.is_writing else (AFTER_ERROR_S,)))
         except RunError as error:  # the run has already failed for another reason
             print(f"warning: {error}", file=sys.stderr, flush=True)
-        self._parts.give_up()
+        self._models.give_up()
 
     @contextmanager
     def _discarded(self, step: int) -> Iterator[None]:
