@@ -55,7 +55,9 @@ def _metadata() -> dict[str, bytes]:
         installed = metadata.distribution("hpc-rl")
     except metadata.PackageNotFoundError as error:
         raise UserError("hpc-rl is not installed in this Python with pip, which building an image requires") from error
-    texts = {name: installed.read_text(name) for name in ("METADATA", "entry_points.txt")}
+    # A checkout on PYTHONPATH is found by pip's .egg-info there, which has the same text under another name.
+    about = installed.read_text("METADATA") or installed.read_text("PKG-INFO")
+    texts = {"METADATA": about, "entry_points.txt": installed.read_text("entry_points.txt")}
     return {name: text.encode() for name, text in texts.items() if text}
 
 

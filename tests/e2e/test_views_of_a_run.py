@@ -119,7 +119,7 @@ def test_watch_until_the_end_and_the_report_of_it(folder: Path, running: subproc
     assert "0: " in once.stdout and "report: " in once.stdout
 
     page = (folder / "runs" / "r" / "report.html").read_text()  # the trainer's own
-    assert "stopped (exit code 75)" in page and "Memory per node" in page
+    assert "STOPPED (exit code 75)" in page and "Memory per node" in page
     assert hpc_rl(folder, "report", "r", "r", "--out", "both.html").stdout == "both.html\n"
     assert "The configurations are the same." in (folder / "both.html").read_text()
 

@@ -102,12 +102,18 @@ def test_known_failures_are_explained(log: str, meaning: str) -> None:
     assert meaning in found and bool(meaning) == bool(found)
 
 
-def test_the_wheel_is_the_running_project(tmp_path: Path) -> None:
+@pytest.mark.parametrize("about", ["hpc_rl.egg-info/PKG-INFO", "hpc_rl-9.dist-info/METADATA"])
+def test_the_wheel_is_the_running_project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, about: str) -> None:
+    file = tmp_path / about
+    file.parent.mkdir()
+    file.write_text("Name: hpc-rl\nVersion: 9\n")
+    monkeypatch.syspath_prepend(tmp_path)
     with zipfile.ZipFile(pack_wheel(tmp_path)) as wheel:
         names = set(wheel.namelist())
         recorded = {
             line.split(",")[0] for line in wheel.read(f"hpc_rl-{__version__}.dist-info/RECORD").decode().split()
         }
+        assert wheel.read(f"hpc_rl-{__version__}.dist-info/METADATA") == b"Name: hpc-rl\nVersion: 9\n"
     assert names == recorded
     shipped = {"apptainer/hpc-rl.def", "configs/sft.yaml", "slurm_templates/container.sh.j2"}
     assert {f"hpc_rl/shipped/{name}" for name in shipped} | {"hpc_rl/images/wheel.py", "hpc_rl/py.typed"} <= names
