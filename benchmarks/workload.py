@@ -40,7 +40,6 @@ from hpc_rl.training.offload import ModelOffload
 from hpc_rl.training.optim import build_optimizer
 from hpc_rl.training.stopping import Stopping
 
-
 # (prompt, response) tokens of GSM8K's training rows at 64 quantiles of their sum: ChatML template, byte-level BPE with
 # 4,096 entries trained on the same rows. Their mean is 173 tokens, like the mean of all 7,473 rows.
 # fmt: off

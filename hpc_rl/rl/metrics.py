@@ -187,9 +187,7 @@ def rollout_metrics(queue: RequestQueue, busy_s: float, seconds: dict[str, float
     }
 
 
-def timeline(
-    step: int, clock: Clock, groups: Sequence[WorkerGroup], queue: RequestQueue, scoring: Scoring
-) -> Timeline:
+def timeline(step: int, clock: Clock, groups: Sequence[WorkerGroup], queue: RequestQueue, scoring: Scoring) -> Timeline:
     """Return when engines, rewards and workers ran in the step that has just ended."""
     seconds = time.perf_counter() - clock.began
     own = {phase: spans for phase, spans in clock.spans.take().items() if phase in OF_DRIVER}
