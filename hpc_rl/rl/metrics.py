@@ -174,17 +174,21 @@ def perf_metrics(experience: TensorDict, seconds: dict[str, float], state: PpoSt
     return metrics
 
 
-def rollout_metrics(queue: RequestQueue, busy_s: float, seconds: dict[str, float]) -> dict[str, float]:
+def rollout_metrics(
+    queue: RequestQueue, busy_s: float, seconds: dict[str, float], rejected: int | None
+) -> dict[str, float]:
     """Measure the engines during a step.
 
     Args:
         busy_s: seconds that an engine has generated, on average, for this step and later ones.
         seconds: wall time of the step's phases.
+        rejected: groups that were drawn and rejected; None if none can be.
     """
-    return {
+    metrics = {
         "perf/engine_idle_s": max(0.0, sum(seconds.values()) - busy_s),
         "rollout/repeated": float(queue.repeated),
     }
+    return metrics if rejected is None else {**metrics, "rollout/rejected_groups": float(rejected)}
 
 
 def timeline(step: int, clock: Clock, groups: Sequence[WorkerGroup], queue: RequestQueue, scoring: Scoring) -> Timeline:

@@ -141,9 +141,8 @@ def step(state: PpoState, clock: Clock) -> dict[str, float]:
     metrics |= reward_metrics(batch.scored.wait())
     metrics |= conversation_metrics(batch.completions)
     metrics |= perf_metrics(experience, clock.seconds, state)
-    metrics |= rollout_metrics(state.rollout.queue, state.rollout.queue.busy_s - busy_s, clock.seconds)
-    if algorithm.filter_groups:
-        metrics["rollout/rejected_groups"] = float(state.batches.rejected)
+    rejected = state.batches.rejected if algorithm.filter_groups else None
+    metrics |= rollout_metrics(state.rollout.queue, state.rollout.queue.busy_s - busy_s, clock.seconds, rejected)
     if config.rollout.staleness:
         metrics |= staleness_metrics(batch.completions, version)
     state.total_tokens = int(metrics["perf/total_num_tokens"])
@@ -312,9 +311,8 @@ def finish(state: PpoState) -> int:
     done = state.step >= state.total_steps
     if done and state.config.trainer.export:
         state.rollout.sleep()
-        with heart.phase("export"):
-            with new_folder(state.run.path, state.run.model, replace=True) as (path, partial):
-                state.actor.export(path, partial).wait()
+        with heart.phase("export"), new_folder(state.run.path, state.run.model, replace=True) as (path, partial):
+            state.actor.export(path, partial).wait()
         print(f"model: {state.run.model}", flush=True)
     elif not done:
         if state.stopping.is_in_vain():

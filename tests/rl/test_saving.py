@@ -171,7 +171,7 @@ def test_what_a_worker_could_not_write_is_discarded(tmp_path: Path, saver: Saver
     begin(saver)
     workers.write(ACTOR)
     workers.error = RunError("No space left on device")
-    with pytest.raises(RunError, match="^No space left on device"):
+    with pytest.raises(RunError, match=r"^No space left on device"):
         saver.wait()
     assert names(tmp_path) == []
     workers.error = None

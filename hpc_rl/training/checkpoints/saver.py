@@ -53,6 +53,7 @@ class TrainedModels(ABC):
             UnreadableError: it cannot be read.
         """
 
+    @abstractmethod
     def await_reports(self) -> None:
         """Wait until the processes that write have reported the end. Raises RunError if one of them failed."""
 
@@ -60,6 +61,7 @@ class TrainedModels(ABC):
         """Return how many seconds a run that failed waits for the parts, and the end of the error if that is over."""
         return AFTER_ERROR_S, "check the file system"
 
+    @abstractmethod
     def give_up(self) -> None:
         """End what the thread does; see `begin`."""
 
@@ -89,6 +91,12 @@ class OneModel(TrainedModels):
     def read(self, path: Path) -> None:
         """See TrainedModels. Every rank calls this."""
         model_state.read(path / MODEL, self._model, self._optimizer, self._world)
+
+    def await_reports(self) -> None:
+        """See TrainedModels. The thread itself writes."""
+
+    def give_up(self) -> None:
+        """See TrainedModels. A write cannot be ended."""
 
 
 class Saver:
