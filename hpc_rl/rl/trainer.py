@@ -141,8 +141,12 @@ def step(state: PpoState, clock: Clock) -> dict[str, float]:
     metrics |= reward_metrics(batch.scored.wait())
     metrics |= conversation_metrics(batch.completions)
     metrics |= perf_metrics(experience, clock.seconds, state)
-    rejected = state.batches.rejected if algorithm.filter_groups else None
-    metrics |= rollout_metrics(state.rollout.queue, state.rollout.queue.busy_s - busy_s, clock.seconds, rejected)
+    metrics |= rollout_metrics(
+        state.rollout.queue,
+        state.rollout.queue.busy_s - busy_s,
+        clock.seconds,
+        state.batches.rejected if algorithm.filter_groups else None,
+    )
     if config.rollout.staleness:
         metrics |= staleness_metrics(batch.completions, version)
     state.total_tokens = int(metrics["perf/total_num_tokens"])
