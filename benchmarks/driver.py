@@ -302,13 +302,12 @@ def state_of(config: PpoConfig, ranks: int, prompts: int, lengths: NDArray[np.in
         peak=1.0,
         total_steps=10**6,
         tracker=cast(Any, tracker),
+        saver=cast(Any, None),
         stopping=Stopping(run, 180, unlimited),
-        validates_first=False,
         rows=FIXED,
         kl=AdaptiveKl(config.algorithm.kl.coef, None, 1),
         step=1,
         total_tokens=0,
-        saved_step=0,
     )
 
 
@@ -328,7 +327,7 @@ def measure(algorithm: str, ranks: int, steps: int, responses: int, tokens: int,
                 trainer.step(state, clock)
                 with clock("carry"):
                     state.carrier.clear()
-            timeline(state, clock)
+            timeline(state.step, clock, state.groups, state.rollout.queue, state.scoring)
             found["draw_s"].append(draw.seconds)
             found["rest_s"].append(time.process_time() - began - draw.seconds)
             found["phases"].append(clock.seconds)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -31,7 +31,7 @@ from hpc_rl.host.walltime import unlimited
 from hpc_rl.run_dir import RunDir
 from hpc_rl.tracking.tracker import Tracker
 from hpc_rl.training import sharding
-from hpc_rl.training.checkpoints.checkpoint import Saver
+from hpc_rl.training.checkpoints.saver import OneModel, Saver
 from hpc_rl.training.distributed import World
 from hpc_rl.training.models import packed_attention
 from hpc_rl.training.models.causal_lm import CausalLM, PackedModel, count_flops
@@ -39,9 +39,6 @@ from hpc_rl.training.models.scalar_model import ScoreModel
 from hpc_rl.training.offload import ModelOffload
 from hpc_rl.training.optim import build_optimizer
 from hpc_rl.training.stopping import Stopping
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
 
 # (prompt, response) tokens of GSM8K's training rows at 64 quantiles of their sum: ChatML template, byte-level BPE with
 # 4,096 entries trained on the same rows. Their mean is 173 tokens, like the mean of all 7,473 rows.
@@ -130,7 +127,6 @@ def trainer_state(
         objective=objective_of(settings),
         run=run,
         world=world,
-        tokenizer=cast("PreTrainedTokenizerBase", None),  # needed only by checkpoints
         model=model,
         optimizer=optimizer,
         offload=ModelOffload(settings.trainer.offload, model, optimizer),
@@ -142,7 +138,7 @@ def trainer_state(
         tracker=Tracker(
             run, {}, loggers=[], project="", name="", wandb_mode="", wandb_proxy=None, wandb_id=None, is_main=False
         ),
-        saver=Saver(run.checkpoints, world, keep=1),
+        saver=Saver(run.checkpoints, OneModel(model, optimizer, None, world), world, keep=1),
         stopping=Stopping(run, settings.slurm.warning_s, job_end=unlimited),
         step=0,
         position=Position(),

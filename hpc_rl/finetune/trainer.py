@@ -5,9 +5,8 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, nullcontext
-from dataclasses import dataclass, field
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -24,37 +23,34 @@ from hpc_rl.host.heartbeat import heart
 from hpc_rl.run_dir import RunDir
 from hpc_rl.tracking.metrics import has_validation, read_metrics
 from hpc_rl.tracking.report import failure_reported, report_end
-from hpc_rl.tracking.tracker import Tracker, open_tracker
+from hpc_rl.tracking.tracker import open_tracker
 from hpc_rl.training import guards, sharding
 from hpc_rl.training.checkpoints import checkpoint
 from hpc_rl.training.checkpoints.export import export, export_dtype, is_exported
 from hpc_rl.training.checkpoints.folders import Progress, step_folder
 from hpc_rl.training.checkpoints.model_state import Tensors, random_state, set_random_state
+from hpc_rl.training.checkpoints.saver import OneModel, Saver
 from hpc_rl.training.distributed import World
+from hpc_rl.training.loop import LoopState, decide, run_steps, validate_first, validation_is_due
 from hpc_rl.training.models.causal_lm import Flops, PackedModel, count_flops, load_tokenizer
 from hpc_rl.training.offload import ModelOffload
 from hpc_rl.training.optim import build_optimizer, clip_gradients, lr_factor, set_lr
 from hpc_rl.training.perf import Clock, max_memory_gb, peak_flops
 from hpc_rl.training.profiling import trace_path, traced
-from hpc_rl.training.rows import FIXED, Decision, correct_together, decide_together
-from hpc_rl.training.stopping import IN_VAIN, TESTING, WRITING, Stopped, Stopping, open_stopping, stopped_line
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+from hpc_rl.training.rows import Decision, correct_together, decide_together
+from hpc_rl.training.stopping import IN_VAIN, Stopped, open_stopping, stopped_line
 
 _ASK_EVERY_S = 30
 """Approximate time between two checks, within a long step, whether to stop."""
 
 
-@dataclass
-class TrainerState:
-    """A run in progress. The loop changes the fields from `step` on."""
+@dataclass(kw_only=True)
+class TrainerState(LoopState):
+    """A run in progress. The loop changes the fields from `position` on, and some of LoopState."""
 
     config: FinetuneConfig
     objective: Objective
-    run: RunDir
     world: World
-    tokenizer: PreTrainedTokenizerBase
     model: PackedModel
     optimizer: torch.optim.AdamW
     offload: ModelOffload
@@ -62,26 +58,10 @@ class TrainerState:
     data: TrainingData
     val: Sequence[Item]
     val_sizes: Sizes
-    total_steps: int
-    tracker: Tracker
-    saver: checkpoint.Saver
-    stopping: Stopping
-    """Rank 0 decides; see `agree`."""
 
-    step: int
     position: Position
-    total_tokens: int
-    validates_first: bool = False
-    """Whether the last attempt stopped before a validation that was due."""
-    saved_step: int = 0
-    """Step of the newest checkpoint, or 0."""
-    stop: bool = False
-    save: bool = False
-    saved_at: float = field(default_factory=time.monotonic)
     ask_every: int = 1
     """Number of micro-batches after which the ranks agree whether to stop, the same on every rank."""
-    rows: Decision = FIXED
-    """The choice of trainer.micro_tokens=auto; `config` contains the number."""
 
 
 def train(config: FinetuneConfig, run: RunDir, world: World) -> int:
@@ -114,45 +94,19 @@ def train(config: FinetuneConfig, run: RunDir, world: World) -> int:
 
 def loop(state: TrainerState) -> int:
     """Train from the state's step on; see `train`."""
-    config = state.config
     finished_before = state.step >= state.total_steps
-    if state.validates_first:
-        clock = Clock()
-        with clock("testing"):
-            found = validate(state)
-        state.tracker.log(state.step, {**found, **clock.seconds}, state.total_steps)
-    while state.step < state.total_steps and not state.stop:
-        clock = Clock()
-        with clock("step"):
-            with traced(profile_path(state)):
-                metrics = step(state, clock)
-            last, completed = state.step == state.total_steps, bool(metrics)  # else the step was discarded
-            saves = last or state.stop or state.save
-            due = last or (not state.stop and checkpoint.due(state.step, config.trainer.test_freq))
-            tests = bool(state.val) and due
-            if completed and (saves or tests):  # now: an attempt after this one resumes after the step
-                state.tracker.log(state.step, metrics, state.total_steps)
-                metrics = {}
-            if saves:
-                with clock("save_checkpoint"):
-                    save(state)
-            if tests:
-                with clock("testing"):
-                    metrics |= validate(state)
-        if (seconds := state.saver.take_seconds()) is not None:
-            clock.seconds[WRITING] = seconds
-        state.stopping.note_save(clock.seconds)
-        state.stopping.note_test(clock.seconds.get(TESTING))
-        if completed:
-            state.tracker.log(state.step, {**metrics, **clock.seconds}, state.total_steps)
+    validate_first(state, lambda: validate(state))
+    run_steps(state, lambda clock: traced_step(state, clock), lambda: save(state), lambda: validate(state))
     return finish(state, finished_before)
 
 
-def profile_path(state: TrainerState) -> Path | None:
-    """Return the path of this rank's trace of the next step; None if it is not to be profiled."""
+def traced_step(state: TrainerState, clock: Clock) -> dict[str, float]:
+    """Make one step, and write this rank's trace of it if it is one of trainer.profile_steps."""
     number = state.step + 1
     is_profiled = number in state.config.trainer.profile_steps
-    return trace_path(state.run, number, state.world.in_job(state.world.rank)) if is_profiled else None
+    path = trace_path(state.run, number, state.world.in_job(state.world.rank)) if is_profiled else None
+    with traced(path):
+        return step(state, clock)
 
 
 def load(config: FinetuneConfig, run: RunDir, world: World, objective: Objective | None = None) -> TrainerState:
@@ -186,7 +140,8 @@ def load(config: FinetuneConfig, run: RunDir, world: World, objective: Objective
         trained_tokenizer = as_trained(tokenizer, model.hf)
         flops = count_flops(model)
         optimizer = build_optimizer(model, config.optim)
-        progress = checkpoint.load_latest(run.checkpoints, model, optimizer, world)
+        models = OneModel(model, optimizer, trained_tokenizer, world)
+        progress = checkpoint.load_latest(run.checkpoints, models, world)
     if progress is None:
         samples = data.samples(Position()) or 0
         progress = Progress(samples=samples, dtype=export_dtype(config.model, config.trainer))
@@ -196,13 +151,12 @@ def load(config: FinetuneConfig, run: RunDir, world: World, objective: Objective
     position, total_steps = Position(progress.epoch, progress.index), data.total_steps
     data.resume(position, total_steps - progress.step)
     checkpoint.refuse_other_data(run.checkpoints, progress, data.samples(position))
-    is_due = bool(val) and (progress.step == total_steps or checkpoint.due(progress.step, config.trainer.test_freq))
+    is_due = bool(val) and validation_is_due(config.trainer, progress.step, total_steps)
     return TrainerState(
         config=config,
         objective=objective,
         run=run,
         world=world,
-        tokenizer=trained_tokenizer,
         model=model,
         optimizer=optimizer,
         offload=ModelOffload(config.trainer.offload, model, optimizer),
@@ -212,7 +166,7 @@ def load(config: FinetuneConfig, run: RunDir, world: World, objective: Objective
         val_sizes=val_sizes,
         total_steps=total_steps,
         tracker=world.together(lambda: open_tracker(config, run, progress.wandb_id, world.is_main)),
-        saver=checkpoint.Saver(run.checkpoints, world, config.trainer.max_ckpt_to_keep, not config.trainer.save_async),
+        saver=Saver(run.checkpoints, models, world, config.trainer.max_ckpt_to_keep, not config.trainer.save_async),
         stopping=stopping,
         step=progress.step,
         position=position,
@@ -312,16 +266,10 @@ def decisions(state: TrainerState, number: int, started: float) -> list[float]:
     Args:
         started: `time.monotonic()` before the first micro-batch.
     """
-    stopping, seconds = state.stopping, time.monotonic() - started
-    stopping.made_a_step = True  # what is left of it takes no time
-    is_due = bool(state.val) and checkpoint.due(number, state.config.trainer.test_freq)
-    work_s = max(stopping.rest_s(), seconds) + (stopping.testing_s if is_due else 0.0)
-    is_last = number == state.total_steps
-    return [
-        float(state.world.is_main and not is_last and stopping.due(work_s)),
-        float(checkpoint.save_is_due(state.config.trainer, number, state.saved_at)),
-        seconds,
-    ]
+    seconds = time.monotonic() - started
+    state.stopping.made_a_step = True  # what is left of it takes no time
+    stops, saves = decide(state, number, seconds) if state.world.is_main else (False, False)
+    return [float(stops), float(saves), seconds]
 
 
 def agree(state: TrainerState, left: float) -> bool:
@@ -374,21 +322,9 @@ def save(state: TrainerState) -> None:
     """Write a checkpoint, in the background if configured, unless there is one of this step."""
     if state.saved_step == state.step:
         return
-    progress = Progress(
-        step=state.step,
-        epoch=state.position.epoch,
-        index=state.position.index,
-        samples=state.data.samples(state.position) or 0,
-        total_tokens=state.total_tokens,
-        dtype=export_dtype(state.config.model, state.config.trainer),
-        merge=state.config.model.lora.merge,
-        quantize=state.config.model.lora.quantize,
-        world_size=state.world.size,
-        micro_tokens=state.rows.recorded,
-        wandb_id=state.tracker.wandb_id,
-    )
+    samples = state.data.samples(state.position) or 0
     with guards.explain_out_of_memory("saving"), state.offload.whole():
-        state.saver.save(state.model, state.optimizer, state.tokenizer, progress)
+        state.saver.save(state.progress(state.position, samples, state.world.size))
     state.saved_step, state.saved_at = state.step, time.monotonic()
 
 

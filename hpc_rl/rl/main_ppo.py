@@ -32,7 +32,6 @@ class TaskRunner:
     def run(self, config: PpoConfig, run: RunDir, logs: Path) -> int:
         """Set up the run, train, and return the exit code."""
         with large_imports():
-            from hpc_rl.rl import checkpoints
             from hpc_rl.rl.cluster import driver_log
             from hpc_rl.rl.process import begin, quiet_libraries
             from hpc_rl.rl.setup import set_up
@@ -51,7 +50,7 @@ class TaskRunner:
             print(stopped, flush=True)
             return EXIT_STOPPED
         try:
-            with state.tracker, failure_reported(run), checkpoints.finished(state):
+            with state.tracker, failure_reported(run), state.saver:
                 return train(state)
         finally:
             state.batches.close()

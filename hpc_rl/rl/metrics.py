@@ -17,8 +17,11 @@ from hpc_rl.config.ppo import PpoConfig
 from hpc_rl.rewards.scorer import Scores
 from hpc_rl.rl import experience as columns
 from hpc_rl.rl.rollout.engine import Completion
+from hpc_rl.rl.rollout.request_queue import RequestQueue
+from hpc_rl.rl.scoring import Scoring
 from hpc_rl.rl.state import PpoState
 from hpc_rl.rl.transcripts import Conversed
+from hpc_rl.rl.workers.group import WorkerGroup
 from hpc_rl.rl.workers.learner import ROUTER, Sums
 from hpc_rl.tracking.timeline import Timeline, new_timeline
 from hpc_rl.training.perf import Clock, Span
@@ -171,28 +174,29 @@ def perf_metrics(experience: TensorDict, seconds: dict[str, float], state: PpoSt
     return metrics
 
 
-def rollout_metrics(state: PpoState, busy_s: float, seconds: dict[str, float]) -> dict[str, float]:
+def rollout_metrics(
+    queue: RequestQueue, busy_s: float, seconds: dict[str, float], rejected: int | None
+) -> dict[str, float]:
     """Measure the engines during a step.
 
     Args:
         busy_s: seconds that an engine has generated, on average, for this step and later ones.
         seconds: wall time of the step's phases.
+        rejected: groups that were drawn and rejected; None if none can be.
     """
     metrics = {
         "perf/engine_idle_s": max(0.0, sum(seconds.values()) - busy_s),
-        "rollout/repeated": float(state.rollout.queue.repeated),
+        "rollout/repeated": float(queue.repeated),
     }
-    if state.config.algorithm.filter_groups:
-        metrics["rollout/rejected_groups"] = float(state.batches.rejected)
-    return metrics
+    return metrics if rejected is None else {**metrics, "rollout/rejected_groups": float(rejected)}
 
 
-def timeline(state: PpoState, clock: Clock) -> Timeline:
+def timeline(step: int, clock: Clock, groups: Sequence[WorkerGroup], queue: RequestQueue, scoring: Scoring) -> Timeline:
     """Return when engines, rewards and workers ran in the step that has just ended."""
     seconds = time.perf_counter() - clock.began
     own = {phase: spans for phase, spans in clock.spans.take().items() if phase in OF_DRIVER}
-    pending = [group.take_spans() for group in state.groups]
-    parts = [own, state.rollout.queue.spans.take(), state.scoring.take_spans()]
+    pending = [group.take_spans() for group in groups]
+    parts = [own, queue.spans.take(), scoring.take_spans()]
     for one in pending:
         found = one.wait()
         parts.append(not_before(-seconds, found, time.perf_counter() - clock.began - seconds))
@@ -200,7 +204,7 @@ def timeline(state: PpoState, clock: Clock) -> Timeline:
     for part in parts:
         for phase, spans in part.items():
             phases.setdefault(phase, []).extend((seconds + start, seconds + end) for start, end in spans)
-    return new_timeline(state.step, seconds, phases)
+    return new_timeline(step, seconds, phases)
 
 
 def not_before(began: float, phases: dict[str, list[Span]], late_s: float) -> dict[str, list[Span]]:

@@ -6,6 +6,7 @@ from collections.abc import Collection
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from hpc_rl.config.ppo import PpoConfig
 from hpc_rl.config.rollout import engine_spec
 from hpc_rl.rl.workers.group import WorkerGroup
 from hpc_rl.training.checkpoints.folders import Progress
@@ -13,7 +14,6 @@ from hpc_rl.training.rows import Decision, correct, decide
 
 if TYPE_CHECKING:
     from hpc_rl.rl.cluster import DriverConfig
-    from hpc_rl.rl.state import PpoState
 
 
 def decide_rows(config: DriverConfig, groups: Collection[WorkerGroup], progress: Progress | None = None) -> Decision:
@@ -32,18 +32,18 @@ def decide_rows(config: DriverConfig, groups: Collection[WorkerGroup], progress:
     return replace(rows, is_corrected=True) if engine_spec(config).in_process else rows
 
 
-def correct_rows(state: PpoState) -> None:
-    """Correct trainer.micro_tokens=auto, after the first step in which all models were updated."""
-    config = state.config
-    if state.rows.is_corrected or (state.critic is not None and state.step <= config.critic.warmup_steps):
-        return
-    pools = {group.pool if config.pools.spec else "": group.max_memory_gb() for group in state.groups}
+def correct_rows(config: PpoConfig, rows: Decision, groups: Collection[WorkerGroup]) -> Decision:
+    """Return the decision, corrected after the first step in which all models were updated."""
+    if rows.is_corrected:
+        return rows
+    pools = {group.pool if config.pools.spec else "": group.max_memory_gb() for group in groups}
     measured = {pool: 1e9 * pending.wait() for pool, pending in pools.items()}
-    longest = max(group.longest_row for group in state.groups)
-    state.rows = correct(config, state.rows, -(-longest // config.trainer.sequence_parallel), measured)
-    _use(config, state.groups, state.rows)
-    if state.rows.line:
-        print(state.rows.line, flush=True)
+    longest = max(group.longest_row for group in groups)
+    rows = correct(config, rows, -(-longest // config.trainer.sequence_parallel), measured)
+    _use(config, groups, rows)
+    if rows.line:
+        print(rows.line, flush=True)
+    return rows
 
 
 def _use(config: DriverConfig, groups: Collection[WorkerGroup], rows: Decision) -> int:

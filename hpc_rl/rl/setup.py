@@ -21,7 +21,6 @@ from hpc_rl.data.shares import whole_batches
 from hpc_rl.errors import UserError
 from hpc_rl.host.counted import counted
 from hpc_rl.rewards.scorer import open_scorer
-from hpc_rl.rl import checkpoints
 from hpc_rl.rl.adapter_check import AdapterCheck
 from hpc_rl.rl.async_batches import AsynchronousBatches
 from hpc_rl.rl.batches import BatchSource, SynchronousBatches
@@ -39,6 +38,7 @@ from hpc_rl.rl.rollout.request_queue import RequestQueue
 from hpc_rl.rl.rollout.respondent import Respondent
 from hpc_rl.rl.rollout.rollout import InProcessRollout, Rollout, SeparateRollout
 from hpc_rl.rl.rows import decide_rows
+from hpc_rl.rl.saving import WorkerModels
 from hpc_rl.rl.scoring import Converses, EnvironmentScoring, FunctionScoring, ModelScoring, NoScoring, Scoring
 from hpc_rl.rl.state import OldLogprobs, PpoState
 from hpc_rl.rl.workers.group import WorkerGroup
@@ -47,6 +47,9 @@ from hpc_rl.tracking.metrics import has_validation, read_metrics
 from hpc_rl.tracking.tracker import open_tracker
 from hpc_rl.training.checkpoints import checkpoint
 from hpc_rl.training.checkpoints.folders import Progress
+from hpc_rl.training.checkpoints.saver import Saver, TrainedModels
+from hpc_rl.training.distributed import ONE_PROCESS
+from hpc_rl.training.loop import validation_is_due
 from hpc_rl.training.models.causal_lm import load_tokenizer
 from hpc_rl.training.stopping import Stopping, open_stopping
 
@@ -93,7 +96,8 @@ def set_up(config: PpoConfig, run: RunDir, logs: Path) -> PpoState:
     total_steps = config.trainer.total_training_steps or (
         config.trainer.total_epochs * (len(train) // config.data.train_batch_size)
     )
-    progress = load_progress(config, run, actor, critic, len(train), total_steps)
+    models = WorkerModels(actor, critic)
+    progress = load_progress(config, run, models, len(train), total_steps)
     rows = decide_rows(config, groups.values(), progress)
     lora = config.model.lora
     if progress is not None or lora.is_used:
@@ -105,7 +109,7 @@ def set_up(config: PpoConfig, run: RunDir, logs: Path) -> PpoState:
     coef = progress.kl_coef if progress and progress.kl_coef is not None else kl.coef
     check = AdapterCheck(progress is None and lora.path is None) if lora.is_used else None
     computed = computed_columns(config, of_role)
-    start = checkpoints.position_of(progress)
+    start = Position(progress.epoch, progress.index) if progress else Position()
     batches = open_batches(
         config, train, rollout.queue, queue, scoring, start, step, total_steps, check, computed, mixture
     )
@@ -131,10 +135,13 @@ def set_up(config: PpoConfig, run: RunDir, logs: Path) -> PpoState:
         peak=peak,
         total_steps=total_steps,
         tracker=open_tracker(config, run, progress.wandb_id if progress else None, is_main=True),
+        saver=Saver(
+            run.checkpoints, models, ONE_PROCESS, config.trainer.max_ckpt_to_keep, not config.trainer.save_async
+        ),
         stopping=stopping,
         rows=rows,
         validates_first=bool(val)
-        and validation_is_due(config, step, total_steps)
+        and (validation_is_due(config.trainer, step, total_steps) if step else config.trainer.val_before_train)
         and not has_validation(records, step),
         kl=AdaptiveKl(coef, kl.target, kl.horizon),
         step=step,
@@ -213,14 +220,14 @@ def load_data(
 
 
 def load_progress(
-    config: PpoConfig, run: RunDir, actor: WorkerGroup, critic: WorkerGroup | None, prompts: int, total_steps: int
+    config: PpoConfig, run: RunDir, models: TrainedModels, prompts: int, total_steps: int
 ) -> Progress | None:
     """Load the newest checkpoint into the workers, and say what is left; None if the run has no checkpoint.
 
     Raises:
         UserError: no checkpoint can be used, or the newest one was trained with other data or other quantization.
     """
-    progress = checkpoints.load_latest(run, actor, critic)
+    progress = checkpoint.load_latest(run.checkpoints, models, ONE_PROCESS)
     if progress is None:
         return None
     checkpoint.refuse_other_data(run.checkpoints, progress, prompts)
@@ -339,13 +346,6 @@ def old_logprobs(config: PpoConfig) -> OldLogprobs:
     device, dtype = config.trainer.computes_on, config.model.dtype
     exact = device in engine_spec(config).exact_on and dtype == engine_dtype(rollout, device) == "float32"
     return "rollout" if exact else "recompute"
-
-
-def validation_is_due(config: PpoConfig, step: int, total_steps: int) -> bool:
-    """Return whether the run validates after this step; step 0 is the start."""
-    if step == 0:
-        return config.trainer.val_before_train
-    return step == total_steps or checkpoint.due(step, config.trainer.test_freq)
 
 
 def responses_per_step(config: PpoConfig) -> int:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 from hpc_rl.algorithms.kl import AdaptiveKl
@@ -16,14 +15,10 @@ from hpc_rl.rl.carriers.base import Carrier
 from hpc_rl.rl.computed import ComputedColumns
 from hpc_rl.rl.rollout.respondent import Respondent
 from hpc_rl.rl.rollout.rollout import Rollout
-from hpc_rl.rl.saving import Saving
 from hpc_rl.rl.scoring import Scoring
 from hpc_rl.rl.workers.group import WorkerGroup
-from hpc_rl.run_dir import RunDir
-from hpc_rl.tracking.tracker import Tracker
+from hpc_rl.training.loop import LoopState
 from hpc_rl.training.models.causal_lm import Flops
-from hpc_rl.training.rows import Decision
-from hpc_rl.training.stopping import Stopping
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -32,12 +27,11 @@ OldLogprobs = Literal["skip", "rollout", "recompute"]
 """Where the policy's log-probabilities before a step's updates come from; see setup.old_logprobs."""
 
 
-@dataclass
-class PpoState:
-    """Everything that the loop works with. The fields that the loop changes come last."""
+@dataclass(kw_only=True)
+class PpoState(LoopState):
+    """What a step works with, besides what every loop needs. The fields that a step changes come last."""
 
     config: PpoConfig
-    run: RunDir
     tokenizer: PreTrainedTokenizerBase
     train: Sequence[Prompt]
     val: Sequence[Prompt]
@@ -63,23 +57,7 @@ class PpoState:
     """Cost of training the policy."""
     peak: float | None
     """Floating-point operations per second of one of the policy's devices; None if it is not known."""
-    total_steps: int
-    tracker: Tracker
-    stopping: Stopping
-    validates_first: bool
-    """Whether to validate before the first step: at the start, or if the last attempt stopped before a validation."""
 
-    rows: Decision
-    """What trainer.micro_tokens is."""
     kl: AdaptiveKl
-    step: int
-    total_tokens: int
-    saved_step: int
-    """Step of the newest checkpoint, or 0."""
     steps_without_signal: int = 0
     """Number of latest steps, in a row, whose advantages were all 0."""
-    saved_at: float = field(default_factory=time.monotonic)
-    saving: Saving | None = None
-    """The checkpoint that is being written."""
-    write_s: float | None = None
-    """Seconds in which the latest complete checkpoint was written, until `checkpoints.take_seconds` returns them."""

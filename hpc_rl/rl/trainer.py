@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -14,7 +16,6 @@ from tensordict import TensorDict
 from hpc_rl.config.ppo import PpoConfig
 from hpc_rl.errors import EXIT_STOPPED, RunError
 from hpc_rl.host.heartbeat import heart
-from hpc_rl.rl import checkpoints
 from hpc_rl.rl.batches import training_samples
 from hpc_rl.rl.calls import Pending
 from hpc_rl.rl.carriers.base import Kept
@@ -43,7 +44,6 @@ from hpc_rl.rl.metrics import (
 )
 from hpc_rl.rl.rows import correct_rows
 from hpc_rl.rl.scoring import NoBatchError, NoScoresError, refuse_no_baselines, refuse_no_scores
-from hpc_rl.rl.setup import validation_is_due
 from hpc_rl.rl.staleness import staleness_metrics, token_ages
 from hpc_rl.rl.state import PpoState
 from hpc_rl.rl.validation import validate
@@ -51,9 +51,10 @@ from hpc_rl.rl.workers.group import WorkerGroup, add_passes
 from hpc_rl.rl.workers.learner import Sums
 from hpc_rl.tracking.report import report_end
 from hpc_rl.tracking.samples import TRAIN, VAL, records_training_samples
-from hpc_rl.training.checkpoints import checkpoint
+from hpc_rl.training.checkpoints.export import new_folder
+from hpc_rl.training.loop import decide, run_steps, validate_first
 from hpc_rl.training.perf import Clock
-from hpc_rl.training.stopping import IN_VAIN, TESTING, WRITING, stopped_line
+from hpc_rl.training.stopping import IN_VAIN, stopped_line
 
 Order = NDArray[np.int64] | None
 """Order of the responses of a step that is cut into mini-batches, [B]; None: as they are."""
@@ -68,43 +69,30 @@ def train(state: PpoState) -> int:
     Returns:
         the process's exit code: 0, or 75 if the run stopped early and resumes when it is started again.
     """
-    config, stopping = state.config, state.stopping
-    if state.validates_first:
-        clock = Clock()
-        with clock("testing"):
-            metrics = test(state)
-        state.tracker.log(state.step, {**metrics, **clock.seconds}, state.total_steps)
-    stop = stopping.due(0)
-    while state.step < state.total_steps and not stop:
-        clock = Clock()
-        with clock("step"):
-            with traced(state):
-                metrics = step(state, clock)
-            if metrics:
-                correct_rows(state)
-            with clock("carry"):
-                state.carrier.clear()
-            tests = bool(state.val) and validation_is_due(config, state.step, state.total_steps)
-            last, completed = state.step == state.total_steps, bool(metrics)  # else the step was discarded
-            stop = not completed or (not last and stopping.due(work_s(state, tests)))
-            saves = last or stop or checkpoint.save_is_due(config.trainer, state.step, state.saved_at)
-            if completed and (saves or tests):  # now: an attempt after this one resumes after the step
-                state.tracker.log(state.step, metrics, state.total_steps)
-                metrics = {}
-            if saves:
-                with clock("save_checkpoint"):
-                    save(state)
-            if tests and not stop:
-                with clock("testing"):
-                    metrics |= test(state)
-        if (seconds := checkpoints.take_seconds(state)) is not None:
-            clock.seconds[WRITING] = seconds
-        stopping.note_save(clock.seconds)
-        stopping.note_test(clock.seconds.get(TESTING))
-        if completed:
-            state.tracker.log(state.step, {**metrics, **clock.seconds}, state.total_steps)
-            state.tracker.log_timeline(timeline(state, clock))
+    validate_first(state, lambda: test(state))
+    state.stop = state.stopping.due(0)
+    run_steps(
+        state,
+        step=lambda clock: whole_step(state, clock),
+        save=lambda: save(state),
+        validate=lambda: test(state),
+        recorded=lambda clock: state.tracker.log_timeline(
+            timeline(state.step, clock, state.groups, state.rollout.queue, state.scoring)
+        ),
+    )
     return finish(state)
+
+
+def whole_step(state: PpoState, clock: Clock) -> dict[str, float]:
+    """Make a step with what surrounds it: the trace, the memory of its rows, and the decision what follows it."""
+    with traced(state):
+        metrics = step(state, clock)
+    if metrics and (state.critic is None or state.step > state.config.critic.warmup_steps):
+        state.rows = correct_rows(state.config, state.rows, state.groups)
+    with clock("carry"):
+        state.carrier.clear()
+    state.stop, state.save = decide(state, state.step) if metrics else (True, False)
+    return metrics
 
 
 def step(state: PpoState, clock: Clock) -> dict[str, float]:
@@ -153,7 +141,12 @@ def step(state: PpoState, clock: Clock) -> dict[str, float]:
     metrics |= reward_metrics(batch.scored.wait())
     metrics |= conversation_metrics(batch.completions)
     metrics |= perf_metrics(experience, clock.seconds, state)
-    metrics |= rollout_metrics(state, state.rollout.queue.busy_s - busy_s, clock.seconds)
+    metrics |= rollout_metrics(
+        state.rollout.queue,
+        state.rollout.queue.busy_s - busy_s,
+        clock.seconds,
+        state.batches.rejected if algorithm.filter_groups else None,
+    )
     if config.rollout.staleness:
         metrics |= staleness_metrics(batch.completions, version)
     state.total_tokens = int(metrics["perf/total_num_tokens"])
@@ -317,13 +310,13 @@ def test(state: PpoState) -> dict[str, float]:
 
 def finish(state: PpoState) -> int:
     """Export the model if the run is complete, write the report, and return the exit code."""
-    checkpoints.wait(state)
+    state.saver.wait()
     state.tracker.name_left_out()
     done = state.step >= state.total_steps
     if done and state.config.trainer.export:
         state.rollout.sleep()
-        with heart.phase("export"):
-            checkpoints.export_model(state)
+        with heart.phase("export"), new_folder(state.run.path, state.run.model, replace=True) as (path, partial):
+            state.actor.export(path, partial).wait()
         print(f"model: {state.run.model}", flush=True)
     elif not done:
         if state.stopping.is_in_vain():
@@ -340,11 +333,14 @@ def finish(state: PpoState) -> int:
 
 def save(state: PpoState) -> None:
     """Write a checkpoint, unless there is one of this step."""
-    if state.saved_step != state.step:
-        if state.config.trainer.offload != "none":
-            state.rollout.sleep()  # a whole model comes to the GPU, on which engines may already have new weights
-        checkpoints.save(state)
-        state.saved_step = state.step
+    if state.saved_step == state.step:
+        return
+    if state.config.trainer.offload != "none":
+        state.rollout.sleep()  # a whole model comes to the GPU, on which engines may already have new weights
+    progress = state.progress(state.batches.position, len(state.train), state.actor.size)
+    kl_coef = None if state.kl.target is None else state.kl.coef
+    state.saver.save(replace(progress, kl_coef=kl_coef))
+    state.saved_step, state.saved_at = state.step, time.monotonic()
 
 
 def saved_first(state: PpoState, error: NoBatchError) -> RunError:
@@ -352,11 +348,6 @@ def saved_first(state: PpoState, error: NoBatchError) -> RunError:
     if state.step == 0:
         return error
     save(state)
-    checkpoints.wait(state)
+    state.saver.wait()
     repair = "repair the reward and " if isinstance(error, NoScoresError) else ""
     return RunError(f"{error}; saved after step {state.step}: {repair}start the run again to resume")
-
-
-def work_s(state: PpoState, tests: bool) -> float:
-    """Return the estimated seconds of the next step, and of a validation before it."""
-    return state.stopping.rest_s() + (state.stopping.testing_s if tests else 0.0)

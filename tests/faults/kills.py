@@ -29,7 +29,7 @@ from hpc_rl.config.ppo import PpoConfig
 from hpc_rl.errors import RunError
 from hpc_rl.finetune import train, trainer  # noqa: F401 - imported before the fork
 from hpc_rl.host.processes import descendants
-from hpc_rl.rl import calls, checkpoints, process, setup  # noqa: F401
+from hpc_rl.rl import calls, process, saving, setup  # noqa: F401
 from hpc_rl.rl import trainer as rl_trainer  # noqa: F401
 from hpc_rl.rl.main_ppo import TaskRunner
 from hpc_rl.rl.pools import Node, Pool, Slot

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NoReturn
@@ -40,7 +41,7 @@ def events(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 def test_ppo(run: RunDir, events: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     config = ppo_config()
     parts = dict.fromkeys(("batches", "scoring", "carrier", "rollout"), SimpleNamespace(close=lambda: None))
-    state = SimpleNamespace(tracker=open_tracker(config, run, None, is_main=True), saving=None, **parts)
+    state = SimpleNamespace(tracker=open_tracker(config, run, None, is_main=True), saver=nullcontext(), **parts)
     monkeypatch.setattr(setup, "set_up", lambda *_: state)
     monkeypatch.setattr(trainer, "train", fails)
     monkeypatch.setattr(process, "begin", lambda _: None)

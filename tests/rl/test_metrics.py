@@ -208,19 +208,17 @@ def test_the_timeline_of_a_step_has_what_all_parts_did_since_its_start() -> None
     ):
         spans.add(phase, began + start, began + end)
     group = SimpleNamespace(take_spans=lambda: Pending.known(trainer.take()))
-    state: Any = SimpleNamespace(
-        step=7, rollout=SimpleNamespace(queue=SimpleNamespace(spans=engines)), scoring=rewards, groups=[group]
-    )
+    parts: Any = ([group], SimpleNamespace(spans=engines), rewards)
     rewards.take_spans = rewards.take  # type: ignore[attr-defined]
     before = time.perf_counter()
-    found = timeline(state, clock)
+    found = timeline(7, clock, *parts)
     exact = partial(pytest.approx, abs=0.01 + time.perf_counter() - before)
     assert found.step == 7 and found.seconds >= 20
     assert found.phases["gen"][0] == exact((0, 8)) and found.phases["gen"][-1][1] == exact(found.seconds)
     assert found.phases["update_actor"] == [exact((13, 18))] and found.phases["update_weights"] == [exact((18, 20))]
     assert (found.phases["reward"][0][0], found.phases["reward"][-1][1]) == exact((2, 10))
     assert list(found.phases) == ["gen", "reward", "update_actor", "update_weights"]
-    assert list(timeline(state, clock).phases) == []  # nothing is counted twice
+    assert list(timeline(8, clock, *parts).phases) == []  # nothing is counted twice
 
 
 @pytest.mark.parametrize(

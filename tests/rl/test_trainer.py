@@ -15,10 +15,11 @@ import pytest
 import torch
 from tensordict import TensorDict
 
+from hpc_rl.algorithms.kl import AdaptiveKl
 from hpc_rl.data.order import Position
 from hpc_rl.errors import EXIT_STOPPED, RunError
 from hpc_rl.rewards.scorer import Scores
-from hpc_rl.rl import checkpoints, trainer
+from hpc_rl.rl import trainer
 from hpc_rl.rl.calls import Pending
 from hpc_rl.rl.carriers.through_ray import RayCarrier
 from hpc_rl.rl.computed import ComputedColumns
@@ -28,6 +29,7 @@ from hpc_rl.rl.scoring import NoBatchError, NoScoresError
 from hpc_rl.rl.workers.worker import Worker
 from hpc_rl.run_dir import RunDir
 from hpc_rl.tracking.timeline import Timeline
+from hpc_rl.training.checkpoints.folders import Progress
 from hpc_rl.training.perf import Clock, Spans
 from hpc_rl.training.rows import FIXED
 from hpc_rl.training.stopping import Stopping
@@ -77,13 +79,20 @@ class Loop:
                 name_left_out=lambda: None,
                 finish=lambda _: None,
             ),
-            **{"step": 0, "total_steps": 4, "saved_step": 0, "saved_at": 0.0, "val": ["prompt"]},
-            **{"validates_first": False, "saving": None, "write_s": None, "adapter_check": None},
+            saver=SimpleNamespace(
+                save=lambda progress: self.did.append(f"save {progress.step}"),
+                take_seconds=lambda: None,
+                wait=lambda: None,
+            ),
+            progress=lambda *_: Progress(samples=4, dtype="float32", step=self.state.step),
+            kl=AdaptiveKl(0.0, None, 1),
+            **{"actor": SimpleNamespace(size=1), "critic": None, "train": ["prompt"] * 4, "val": ["prompt"]},
+            **{"step": 0, "total_steps": 4, "saved_step": 0, "saved_at": 0.0},
+            **{"validates_first": False, "stop": False, "save": False, "adapter_check": None},
         )
         self.whole_step = trainer.step
         patch.setattr(trainer, "step", self.step)
         patch.setattr(trainer, "test", lambda state: self.did.append(f"test {state.step}") or {"val/score": 1.0})
-        patch.setattr(checkpoints, "save", lambda state: self.did.append(f"save {state.step}"))
 
     def step(self, state: Any, clock: Clock) -> dict[str, float]:
         with clock("gen"):

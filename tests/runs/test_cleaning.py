@@ -70,7 +70,7 @@ def test_incomplete_checkpoints_and_those_set_aside_go_first(tmp_path: Path) -> 
     run = make_run(tmp_path, "a", steps=())
     for step in (1, 2, 3):
         folders.begin(run.checkpoints, step)
-        folders.commit(run.checkpoints, Progress(samples=1, dtype="float32", parts=(), step=step), keep=5)
+        folders.name(run.checkpoints, Progress(samples=1, dtype="float32", parts=(), step=step))
     (run.checkpoints / "step-00000003" / "trainer.json").write_text("{")
     (run.checkpoints / "step-00000004.aside").mkdir()
     (run.checkpoints / "step-00000004.tmp").mkdir()
@@ -132,7 +132,7 @@ def test_a_damaged_checkpoint_is_not_kept_instead_of_an_intact_one(tmp_path: Pat
         part.mkdir()
         (part / "weights").write_bytes(b"good")
         checksums.write(part, {"weights": checksums.of_file(part / "weights")})
-        folders.commit(run.checkpoints, Progress(samples=1, dtype="float32", step=step), keep=5)
+        folders.name(run.checkpoints, Progress(samples=1, dtype="float32", step=step))
     newest = run.checkpoints / "step-00000003"
     (newest / "model" / "weights").write_bytes(b"gooe")
     lines: list[str] = []

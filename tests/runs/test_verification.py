@@ -16,7 +16,7 @@ def make_run(folder: Path, name: str, steps: int = 2) -> Path:
         part.mkdir()
         (part / "__0_0.distcp").write_bytes(bytes(100))
         checksums.write(part, {"__0_0.distcp": checksums.of_file(part / "__0_0.distcp")})
-        folders.commit(run / "checkpoints", Progress(samples=1, dtype="float32", step=step), keep=5)
+        folders.name(run / "checkpoints", Progress(samples=1, dtype="float32", step=step))
     (run / "config.yaml").touch()
     return run
 

@@ -221,7 +221,7 @@ def _trainer_state(job: Job, config: FinetuneConfig, world: World, model: Any, o
     from hpc_rl.finetune.training_data import Epochs
     from hpc_rl.host.walltime import unlimited
     from hpc_rl.run_dir import RunDir
-    from hpc_rl.training.checkpoints.checkpoint import Saver
+    from hpc_rl.training.checkpoints.saver import OneModel, Saver
     from hpc_rl.training.offload import ModelOffload
     from hpc_rl.training.stopping import Stopping
 
@@ -237,7 +237,6 @@ def _trainer_state(job: Job, config: FinetuneConfig, world: World, model: Any, o
         objective=objective_of(config),
         run=run,
         world=world,
-        tokenizer=None,  # type: ignore[arg-type]  # a step reads neither tokenizer nor tracker
         model=model,
         optimizer=optimizer,
         offload=ModelOffload(config.trainer.offload, model, optimizer),
@@ -246,8 +245,8 @@ def _trainer_state(job: Job, config: FinetuneConfig, world: World, model: Any, o
         val=[],
         val_sizes=sizes_of(samples[:0]),
         total_steps=10,
-        tracker=None,  # type: ignore[arg-type]
-        saver=Saver(run.checkpoints, world, keep=1),
+        tracker=None,  # type: ignore[arg-type]  # a step does not read it
+        saver=Saver(run.checkpoints, OneModel(model, optimizer, None, world), world, keep=1),
         stopping=Stopping(run, config.slurm.warning_s, job_end=unlimited),
         step=0,
         position=Position(0, 0),

@@ -24,6 +24,8 @@ DEADLINE_S = 30 * 60
 """How long a write may take before the run gives up."""
 AFTER_ERROR_S = 120
 """How long a run that failed waits for a write in progress. It may wait in vain for a rank that died."""
+REMOVAL_S = 240
+"""How long a run waits for what follows a write, such as the removal of old files."""
 
 
 class BackgroundWriter:
@@ -37,15 +39,22 @@ class BackgroundWriter:
         self._seconds: float | None = None
         self._world = world
         self._executor: ThreadPoolExecutor | None = None
-        self._future: Future[None] | None = None
+        self._work: Future[None] | None = None
+        self._follow_up: Future[None] | None = None
         self._what = ""
 
-    def start(self, what: str, work: Callable[[World], None]) -> None:
+    @property
+    def is_writing(self) -> bool:
+        """Whether work has been started that has not ended."""
+        return self._work is not None and not self._work.done()
+
+    def start(self, what: str, work: Callable[[World], None], follow_up: Callable[[], None] = lambda: None) -> None:
         """Start work after the work before it has ended. Every rank calls this.
 
         Args:
             what: name of the work for errors.
             work: gets a World for the thread's collectives. If it raises UserError on some rank, all ranks fail.
+            follow_up: runs in the thread if the work succeeds. The work has then ended already.
 
         Raises:
             RunError: the work before it failed.
@@ -59,20 +68,27 @@ class BackgroundWriter:
                 group = self._world.new_group(range(self._world.size), backend="gloo", timeout=timeout)
                 self._world = dataclasses.replace(self._world, group=group)
         self._what = what
-        self._future = self._executor.submit(self._run, work)
+        self._work = future = self._executor.submit(self._run, work)
+        self._follow_up = self._executor.submit(_follow, future, follow_up)
 
-    def wait(self, timeout_s: float = DEADLINE_S) -> None:
-        """Wait until nothing is being written.
+    def wait(self, timeout_s: float = DEADLINE_S, advice: str = "check the file system") -> None:
+        """Wait until the work has ended, and then for what follows it, but not longer than REMOVAL_S.
+
+        Args:
+            advice: the end of the error if there is not enough time.
 
         Raises:
             RunError: the work failed, with its cause, or did not end in time. Each failure is raised once.
         """
-        future, self._future = self._future, None
-        if future is None:
+        (work, follow_up), self._work, self._follow_up = (self._work, self._follow_up), None, None
+        if work is None or follow_up is None:
             return
-        if not wait_for([future], timeout_s).done:
-            raise RunError(f"{self._what} was not written within {timeout_s:.0f} s: check the file system")
-        future.result()
+        deadline = time.monotonic() + timeout_s
+        if not wait_for([work], timeout_s).done:
+            raise RunError(f"{self._what} was not written within {timeout_s:.0f} s: {advice}")
+        work.result()
+        if wait_for([follow_up], min(REMOVAL_S, max(0.0, deadline - time.monotonic()))).done:
+            follow_up.result()
 
     def take_seconds(self) -> float | None:
         """Return the duration of work that has ended successfully since the last call; None if there is none."""
@@ -89,6 +105,11 @@ class BackgroundWriter:
                 print(f"warning: {self._what}: {error}", file=sys.stderr, flush=True)
             raise
         self._seconds = time.monotonic() - began
+
+
+def _follow(work: Future[None], follow_up: Callable[[], None]) -> None:
+    if work.exception() is None:
+        follow_up()
 
 
 def _use_device(world: World) -> None:

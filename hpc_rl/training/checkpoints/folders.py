@@ -108,20 +108,6 @@ def discard(folder: Path, step: int) -> None:
     shutil.rmtree(partial_folder(folder, step), ignore_errors=True)
 
 
-def commit(folder: Path, progress: Progress, keep: int) -> Path:
-    """Name a checkpoint whose parts are all written, then remove old ones.
-
-    Args:
-        keep: number of complete checkpoints that stay; everything older than them is removed.
-
-    Raises:
-        RunError: the folder cannot be written.
-    """
-    final = name(folder, progress)
-    remove_old(folder, keep)
-    return final
-
-
 def name(folder: Path, progress: Progress) -> Path:
     """Name a checkpoint whose parts are all written.
 

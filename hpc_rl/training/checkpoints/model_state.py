@@ -121,7 +121,7 @@ def read(path: Path, model: PackedModel, optimizer: torch.optim.Optimizer, world
         AgreedError: its adapters are not those of the model, or its moments are stored in another way.
     """
     try:
-        world.together(lambda: _refuse_damage(path, world))
+        world.together(lambda: refuse_damage(path, world.rank, world.size))
     except AgreedError as error:
         raise UnreadableError(str(error)) from error
     world.together(lambda: _refuse_other_adapters(path, model) if world.is_main else None)
@@ -182,7 +182,7 @@ def stored_weights(path: Path) -> dict[str, StoredWeight]:
     Raises:
         UserError: there is no checkpoint, or it is not complete.
     """
-    if problem := problem_of(path):
+    if problem := _problem_of(path):
         raise UserError(f"{path} is not a usable checkpoint: {problem}")
     try:
         found = _metadata(path).state_dict_metadata
@@ -226,7 +226,7 @@ def refuse_damage(path: Path, rank: int = 0, ranks: int = 1) -> None:
         UnreadableError: one is not.
     """
     try:
-        problem = problem_of(path) or folders.part_damage(path, rank, ranks)
+        problem = _problem_of(path) or folders.part_damage(path, rank, ranks)
     except (OSError, ValueError) as error:  # a stale handle, no permission, checksums that are not JSON
         raise UnreadableError(f"{path.name}/{error}") from error
     if problem:
@@ -237,7 +237,7 @@ def refuse_damage(path: Path, rank: int = 0, ranks: int = 1) -> None:
         raise UnreadableError(f"{path.name}/{error}") from error
 
 
-def problem_of(path: Path) -> str | None:
+def _problem_of(path: Path) -> str | None:
     """Return why a folder is not complete, judged by its files and their sizes; None if it is complete."""
     if (problem := folders.part_problem(path)) or is_written(path):
         return problem
@@ -344,10 +344,6 @@ def _write_checksums(path: Path, sums: dict[str, Checksum]) -> None:
         checksums.write(path, {**sums, **settings})
     except OSError as error:
         raise RunError(f"{path} could not be written: {explained(error, path)}") from error
-
-
-def _refuse_damage(path: Path, world: World) -> None:
-    refuse_damage(path, world.rank, world.size)
 
 
 def _write_settings(folder: Path, found: Snapshot) -> None:

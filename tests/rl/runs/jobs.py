@@ -103,7 +103,8 @@ class Runs:
             try:
                 state = setup.set_up(ppo(*self.base, *overrides), run, logs)
                 try:
-                    yield state
+                    with state.saver:
+                        yield state
                 finally:
                     state.batches.close()
                     state.scoring.close()

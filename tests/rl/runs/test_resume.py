@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from hpc_rl.errors import EXIT_STOPPED, RunError, UserError
-from hpc_rl.rl import checkpoints, trainer
+from hpc_rl.rl import trainer
 from hpc_rl.rl.state import PpoState
 from hpc_rl.tracking.tracker import Tracker
 from tests.marks import long
@@ -208,7 +208,7 @@ def test_a_disk_without_space_for_a_checkpoint_is_named(run: Runs, tmp_path: Pat
             with (
                 run.state(run_dir, *OPTIONS) as state,
                 pytest.raises(RunError, match=message),
-                checkpoints.finished(state),
+                state.saver,
             ):
                 trainer.train(state)
         disk.free()

@@ -14,10 +14,11 @@ from types import SimpleNamespace
 import pytest
 
 from hpc_rl.errors import EXIT_STOPPED
-from hpc_rl.rl import rows
+from hpc_rl.rl import rows, trainer
 from hpc_rl.rl.calls import Pending
 from hpc_rl.rl.workers.group import WorkerGroup
 from hpc_rl.training.checkpoints.folders import numbered, read_progress
+from hpc_rl.training.perf import Clock
 from tests.rl.runs.jobs import Runs, metrics, same_metrics, stop_after
 
 AUTO = "trainer.micro_tokens=auto"
@@ -84,13 +85,15 @@ def test_a_resumed_run_has_the_same_rows(
 
 def test_a_critic_alone_corrects_nothing(run: Runs, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The policy's update, which needs the most memory, comes after the warm-up of the critic."""
-    with memory(1e6), run.state(tmp_path, *OPTIONS, AUTO, "critic.warmup_steps=1") as state:
+    warm_up = "critic.warmup_steps=1"
+    with memory(1e6), run.state(tmp_path, *OPTIONS, AUTO, warm_up) as state, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(trainer, "step", lambda *_: {"actor/loss": 1.0})
         assert state.actor.row_tokens == 46
         state.step = 1
-        rows.correct_rows(state)
+        trainer.whole_step(state, Clock())
         assert not state.rows.is_corrected and state.actor.row_tokens == 46
         state.actor.longest_row, state.step = 40, 2
-        rows.correct_rows(state)
+        trainer.whole_step(state, Clock())
         assert state.rows.is_corrected and state.actor.row_tokens == 1024
 
 

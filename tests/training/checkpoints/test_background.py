@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import json
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,10 +16,10 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from hpc_rl.config.training import ModelConfig, OptimConfig
 from hpc_rl.errors import RunError
-from hpc_rl.training.checkpoints import checkpoint, model_state
+from hpc_rl.training.checkpoints import background, checkpoint, folders, model_state
 from hpc_rl.training.checkpoints.background import BackgroundWriter
-from hpc_rl.training.checkpoints.checkpoint import Saver
 from hpc_rl.training.checkpoints.folders import Progress
+from hpc_rl.training.checkpoints.saver import OneModel, Saver
 from hpc_rl.training.distributed import World
 from hpc_rl.training.models.causal_lm import PackedModel, load_model, load_tokenizer
 from hpc_rl.training.optim import build_optimizer
@@ -43,7 +44,8 @@ class Training:
         self.model: PackedModel = load_model(config)
         self.optimizer = build_optimizer(self.model, OptimConfig(lr=0.1))
         self.tokenizer = load_tokenizer(config)
-        self.saver = Saver(folder, ALONE, keep=2, **options)
+        self.parts = OneModel(self.model, self.optimizer, self.tokenizer, ALONE)
+        self.saver = Saver(folder, self.parts, ALONE, keep=2, **options)
 
     def learn(self) -> None:
         for parameter in self.model.parameters():
@@ -51,7 +53,7 @@ class Training:
         self.optimizer.step()
 
     def save(self, step: int) -> None:
-        self.saver.save(self.model, self.optimizer, self.tokenizer, Progress(samples=1, dtype="float32", step=step))
+        self.saver.save(Progress(samples=1, dtype="float32", step=step))
 
     def state(self) -> list[torch.Tensor]:
         moments = [value for state in self.optimizer.state.values() for value in state.values()]
@@ -99,7 +101,7 @@ def test_a_checkpoint_has_the_state_of_its_step(training: Training, config: Mode
     seconds = training.saver.take_seconds()
     assert seconds is not None and seconds > 0 and training.saver.take_seconds() is None
     other = Training(config, training.folder)
-    assert checkpoint.load_latest(training.folder, other.model, other.optimizer, ALONE) is not None
+    assert checkpoint.load_latest(training.folder, other.parts, ALONE) is not None
     for found, value in zip(other.state(), wanted, strict=True):
         assert torch.equal(found, value)
 
@@ -121,6 +123,26 @@ def test_the_oldest_go(training: Training) -> None:
         for step in (1, 2, 3):
             training.save(step)
     assert training.names() == ["step-00000002", "step-00000003"]
+
+
+def test_a_checkpoint_is_complete_although_old_ones_are_removed_slowly(
+    training: Training, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    goes_on = threading.Event()
+    monkeypatch.setattr(folders, "remove_old", lambda *_: goes_on.wait(SOON_S))
+    monkeypatch.setattr(background, "REMOVAL_S", 0.01)
+    training.save(1)
+    training.saver.wait()
+    assert training.names() == ["step-00000001"] and training.saver.take_seconds() is not None
+    goes_on.set()
+
+
+def test_a_run_waits_for_the_removal_of_old_ones(training: Training, monkeypatch: pytest.MonkeyPatch) -> None:
+    removed: list[Any] = []
+    monkeypatch.setattr(folders, "remove_old", lambda *how: time.sleep(0.2) or removed.append(how))
+    with training.saver:
+        training.save(1)
+    assert removed == [(training.folder, 2)]
 
 
 def test_without_a_copy(config: ModelConfig, tmp_path: Path) -> None:

@@ -54,7 +54,9 @@ def save(folder: Path, models: dict[str, Part], step: int, keep: int = 2) -> Pat
     for name, (model, optimizer) in models.items():
         model_state.write(partial / name, model_state.snapshot(model, optimizer, None, ALONE, copy=False), ALONE)
     progress = Progress(samples=10, dtype="float32", parts=tuple(models), step=step, kl_coef=0.25)
-    return folders.commit(folder, progress, keep)
+    final = folders.name(folder, progress)
+    folders.remove_old(folder, keep)
+    return final
 
 
 def test_each_part_is_restored_and_learns_the_same(config: ModelConfig, tmp_path: Path) -> None:

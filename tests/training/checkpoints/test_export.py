@@ -25,6 +25,7 @@ from hpc_rl.training.checkpoints import export as exporting
 from hpc_rl.training.checkpoints.export import export
 from hpc_rl.training.checkpoints.folders import Progress
 from hpc_rl.training.checkpoints.model_state import UnreadableError
+from hpc_rl.training.checkpoints.saver import OneModel, Saver
 from hpc_rl.training.distributed import World
 from hpc_rl.training.models.causal_lm import load_model, load_tokenizer
 from hpc_rl.training.optim import build_optimizer
@@ -47,8 +48,9 @@ def saved_run(
             parameter.mul_(1.5)
     folder = tmp_path / "run" / "checkpoints"
     progress = Progress(samples=1, dtype=dtype, step=7)
-    with checkpoint.Saver(folder, WORLD, keep=2) as saver:
-        saver.save(model, build_optimizer(model, OptimConfig()), tokenizer, progress)
+    parts = OneModel(model, build_optimizer(model, OptimConfig()), tokenizer, WORLD)
+    with Saver(folder, parts, WORLD, keep=2) as saver:
+        saver.save(progress)
     for file in source.iterdir():
         file.unlink()
     return tmp_path / "run", {name: p.detach().clone() for name, p in model.hf.state_dict().items()}
@@ -151,20 +153,21 @@ def test_everything_comes_back(tmp_path: Path) -> None:
     model, tokenizer = load_model(config), load_tokenizer(config)
     optimizer = build_optimizer(model, OptimConfig())
     folder = tmp_path / "checkpoints"
-    saver = checkpoint.Saver(folder, WORLD, keep=2)
+    saver = Saver(folder, OneModel(model, optimizer, tokenizer, WORLD), WORLD, keep=2)
     for step in (1, 2, 3):
         for parameter in model.parameters():
             parameter.grad = torch.randn_like(parameter)
         optimizer.step()
         progress = Progress(samples=5, dtype="float32", step=step, epoch=1, index=2, wandb_id="abc")
-        saver.save(model, optimizer, tokenizer, progress)
+        saver.save(progress)
     saver.wait()
     drawn = torch.rand(3)
     assert sorted(path.name for path in folder.iterdir()) == ["step-00000002", "step-00000003"]
 
     other = load_model(config)
     other_optimizer = build_optimizer(other, OptimConfig())
-    assert checkpoint.load_latest(folder, other, other_optimizer, WORLD) == dataclasses.replace(progress)
+    found = checkpoint.load_latest(folder, OneModel(other, other_optimizer, tokenizer, WORLD), WORLD)
+    assert found == dataclasses.replace(progress)
     assert torch.equal(torch.rand(3), drawn)
     for ours, theirs in zip(other.parameters(), model.parameters(), strict=True):
         assert torch.equal(ours, theirs)

@@ -24,7 +24,9 @@ def save(folder: Path, step: int, keep: int = 2, parts: tuple[str, ...] = (ACTOR
         (partial / part / DATA).write_bytes(bytes([step]) * 5000)
         names = ("hf/config.json", DATA)
         checksums.write(partial / part, {name: checksums.of_file(partial / part / name) for name in names})
-    return folders.commit(folder, Progress(samples=1, dtype="float32", parts=parts, step=step), keep)
+    final = folders.name(folder, Progress(samples=1, dtype="float32", parts=parts, step=step))
+    folders.remove_old(folder, keep)
+    return final
 
 
 def names(folder: Path) -> list[str]:
