@@ -23,7 +23,7 @@ from hpc_rl.data.prompts import Prompt
 from hpc_rl.data.rows import to_prompt
 from hpc_rl.host.files import write_atomically
 from hpc_rl.host.heartbeat import heart
-from hpc_rl.rl.conversations import Talks
+from hpc_rl.rl.converse.conversations import Siblings
 from hpc_rl.rl.endpoint.answers import MODEL
 from hpc_rl.rl.endpoint.processes import AgentProcesses
 from hpc_rl.rl.endpoint.rendering import Rendering
@@ -75,10 +75,10 @@ class Agents:
         write_atomically(run.endpoint, json.dumps(found) + "\n", forbidden=0o077)
         print(f"agents: {self.endpoint.base_url}; {run.endpoint} has the key", flush=True)
 
-    def ask(self, prompt: Prompt, draws: Samplings, wave: int = 0) -> Talks:
+    def ask(self, prompt: Prompt, draws: Samplings, wave: int = 0) -> Siblings:
         """See Respondent."""
         messages, _ = to_prompt(prompt.row, self._config.data, "the data")
-        found = Talks(len(draws))
+        found = Siblings(len(draws))
         for index, (seed, sampling) in enumerate(draws):
             self.sessions.open(Session(found, index, prompt, messages, wave, seed, sampling))
         return found
@@ -103,7 +103,7 @@ class Agents:
             with heart.waiting():
                 self.sessions.wait(timeout_s)
 
-    def wait(self, asked: Sequence[Talks]) -> None:
+    def wait(self, asked: Sequence[Siblings]) -> None:
         """See Respondent."""
         while not all(one.is_complete for one in asked):
             self.turn(TURN_S)

@@ -9,18 +9,18 @@ from dataclasses import dataclass, field, replace
 from hpc_rl.data.prompts import Prompt
 from hpc_rl.data.rows import Message
 from hpc_rl.environments.protocol import Outcome
-from hpc_rl.rl.conversations import Talks, turn_seed
+from hpc_rl.rl.converse.conversations import Siblings, turn_seed
 from hpc_rl.rl.endpoint.answers import Answer
 from hpc_rl.rl.endpoint.messages import ChatRequest
 from hpc_rl.rl.rollout.engine import Completion, Sampling
-from hpc_rl.rl.transcripts import Transcript
+from hpc_rl.rl.converse.transcripts import Transcript
 
 
 @dataclass(eq=False)
 class Session:
     """A response that an agent obtains."""
 
-    found: Talks
+    found: Siblings
     index: int
     prompt: Prompt
     messages: list[Message]

@@ -31,7 +31,7 @@ from hpc_rl.rl.endpoint.messages import ChatRequest, Refusal, new_messages
 from hpc_rl.rl.endpoint.rendering import Rendering, one_line
 from hpc_rl.rl.endpoint.session import Session
 from hpc_rl.rl.rollout.engine import Completion
-from hpc_rl.rl.transcripts import Transcript
+from hpc_rl.rl.converse.transcripts import Transcript
 
 _MOST_ENDED = 10_000
 """Ended sessions whose ends are remembered, for the answers to late requests."""

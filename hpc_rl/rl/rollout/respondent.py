@@ -26,7 +26,7 @@ class Responses(Protocol):
 
 
 class Respondent(Protocol):
-    """What responds to prompts: the RequestQueue with one turn, `hpc_rl.rl.conversations.Conversations` with several.
+    """What responds to prompts: the RequestQueue with one turn, `hpc_rl.rl.converse` with several.
 
     Its calls may come from any thread, but only from one at a time.
     """

@@ -10,7 +10,7 @@ import pytest
 
 from hpc_rl.data.prompts import Prompt
 from hpc_rl.environments.protocol import Outcome
-from hpc_rl.rl.conversations import Talks
+from hpc_rl.rl.converse.conversations import Siblings
 from hpc_rl.rl.endpoint import sessions as module
 from hpc_rl.rl.endpoint.messages import Refusal, read_chat
 from hpc_rl.rl.endpoint.rendering import Rendering
@@ -31,7 +31,7 @@ def sessions(tokenizer: Any) -> Sessions:
 
 def opened(sessions: Sessions, wave: int = 0) -> Session:
     prompt = Prompt(np.arange(5, dtype=np.int32), "3", {}, "")
-    session = Session(Talks(1), 0, prompt, [ASK], wave, seed=1, sampling=Sampling(50))
+    session = Session(Siblings(1), 0, prompt, [ASK], wave, seed=1, sampling=Sampling(50))
     sessions.open(session)
     return session
 

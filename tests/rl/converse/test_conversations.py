@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import time
 from collections.abc import Iterator, Sequence
 from itertools import count
 from pathlib import Path
@@ -14,13 +15,14 @@ import pytest
 from hpc_rl.config.ppo import PpoConfig
 from hpc_rl.data.prompts import Prompt, prompt_tokenizer
 from hpc_rl.errors import UserError
-from hpc_rl.rl.conversations import Conversations, Environment, turn_seed
+from hpc_rl.rl.converse.conversations import Conversations, turn_seed
+from hpc_rl.rl.converse.environment import Environment
 from hpc_rl.rl.environment_hosts import open_environments
 from hpc_rl.rl.metrics import conversation_metrics
 from hpc_rl.rl.rollout.engine import Completion, Request, Sampling, Span
 from hpc_rl.rl.rollout.request_queue import Asked
 from hpc_rl.rl.rollout.respondent import Samplings
-from hpc_rl.rl.transcripts import Conversed
+from hpc_rl.rl.converse.transcripts import Conversed
 from tests.environments.templates import CHATML, OPENS_THINKING, QWEN3_WITHOUT_SWITCH
 from tests.helpers import make_tokenizer
 from tests.rl.ppo_config import ppo_config
@@ -68,6 +70,7 @@ class Own:
         return {"score": self.total, "said": len(self.said)}
 '''
 CALL = '<tool_call>{"name": "add", "arguments": {"x": %d}}</tool_call>'
+DEADLINE_S = 600
 LONG = "data.max_response_length=2000", "data.max_prompt_length=2000", "trainer.micro_tokens=4000"
 
 
@@ -172,6 +175,14 @@ def converse(
     return found, model  # type: ignore[return-value]
 
 
+def wait_for(started: list[int], number: int) -> None:
+    """Wait until the event loop has started so many conversations."""
+    deadline = time.monotonic() + DEADLINE_S
+    while len(started) < number:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
 def sampled_text(tokenizer: Any, one: Conversed) -> str:
     ids = one.token_ids if one.mask is None else one.token_ids[one.mask]
     return str(tokenizer.decode(ids))
@@ -265,9 +276,11 @@ def test_validation_starts_although_the_conversations_of_a_training_fill_all_roo
     draws = [(0, Sampling(config.data.max_response_length))]
     asked = [conversations.ask(prompt, draws, wave=3) for prompt in prompts[:10]]
     conversations.turn(60)
+    wait_for(started, 6)
     assert started == [0, 1, 2, 3, 4, 5], "4 in the engines and 2 in the environments"
     asked += [conversations.ask(prompt, draws, wave=0) for prompt in prompts[10:]]
     conversations.turn(60)
+    wait_for(started, 12)
     assert started[6:] == [10, 11, 12, 13, 14, 15]
     conversations.wait(asked)
     assert [one.outcome.score for each in asked for one in each.completions()] == [2.0] * 20  # type: ignore[attr-defined]
