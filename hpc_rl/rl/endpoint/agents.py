@@ -23,7 +23,7 @@ from hpc_rl.data.prompts import Prompt
 from hpc_rl.data.rows import to_prompt
 from hpc_rl.host.files import write_atomically
 from hpc_rl.host.heartbeat import heart
-from hpc_rl.rl.converse.conversations import Siblings
+from hpc_rl.rl.converse.partner import Siblings
 from hpc_rl.rl.endpoint.answers import MODEL
 from hpc_rl.rl.endpoint.processes import AgentProcesses
 from hpc_rl.rl.endpoint.rendering import Rendering

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from hpc_rl.data.prompts import Prompt
 from hpc_rl.data.rows import Message
 from hpc_rl.environments.protocol import Outcome
-from hpc_rl.rl.converse.conversations import Siblings, turn_seed
+from hpc_rl.rl.converse.partner import Siblings, turn_seed
 from hpc_rl.rl.endpoint.answers import Answer
 from hpc_rl.rl.endpoint.messages import ChatRequest
 from hpc_rl.rl.rollout.engine import Completion, Sampling

@@ -15,14 +15,15 @@ import pytest
 from hpc_rl.config.ppo import PpoConfig
 from hpc_rl.data.prompts import Prompt, prompt_tokenizer
 from hpc_rl.errors import UserError
-from hpc_rl.rl.converse.conversations import Conversations, turn_seed
+from hpc_rl.rl.converse.conversations import Conversations
 from hpc_rl.rl.converse.environment import Environment
+from hpc_rl.rl.converse.partner import turn_seed
+from hpc_rl.rl.converse.transcripts import Conversed
 from hpc_rl.rl.environment_hosts import open_environments
 from hpc_rl.rl.metrics import conversation_metrics
 from hpc_rl.rl.rollout.engine import Completion, Request, Sampling, Span
 from hpc_rl.rl.rollout.request_queue import Asked
 from hpc_rl.rl.rollout.respondent import Samplings
-from hpc_rl.rl.converse.transcripts import Conversed
 from tests.environments.templates import CHATML, OPENS_THINKING, QWEN3_WITHOUT_SWITCH
 from tests.helpers import make_tokenizer
 from tests.rl.ppo_config import ppo_config

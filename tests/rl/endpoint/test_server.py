@@ -16,7 +16,7 @@ from urllib.parse import urlsplit
 import openai
 import pytest
 
-from hpc_rl.rl.converse.conversations import turn_seed
+from hpc_rl.rl.converse.partner import turn_seed
 from hpc_rl.rl.endpoint import server
 from hpc_rl.rl.metrics import conversation_metrics
 from tests.rl.endpoint.policy import DEADLINE_S, Loop, client, looping, reward, take

@@ -10,7 +10,7 @@ import pytest
 
 from hpc_rl.data.prompts import Prompt
 from hpc_rl.environments.protocol import Outcome
-from hpc_rl.rl.converse.conversations import Siblings
+from hpc_rl.rl.converse.partner import Siblings
 from hpc_rl.rl.endpoint import sessions as module
 from hpc_rl.rl.endpoint.messages import Refusal, read_chat
 from hpc_rl.rl.endpoint.rendering import Rendering
