@@ -17,7 +17,7 @@ from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import Future
 from functools import partial
 from queue import SimpleQueue
-from typing import Any
+from typing import Any, TypeVar
 
 from hpc_rl.data.prompts import Prompt
 from hpc_rl.host.heartbeat import heart
@@ -25,6 +25,7 @@ from hpc_rl.rl.rollout.engine import Completion
 from hpc_rl.rl.rollout.request_queue import Asked, RequestQueue
 from hpc_rl.rl.rollout.respondent import Samplings
 
+T = TypeVar("T")
 Turn = tuple[Completion, int]
 """A turn of the policy, and the engine that generated it."""
 _END_S = 10.0
@@ -44,14 +45,27 @@ class LoopThread:
         self._thread.start()
         self._loop = started.result()
 
-    def start(self, coroutine: Coroutine[Any, Any, None]) -> Future[None]:
+    @property
+    def is_closed(self) -> bool:
+        """Whether it has ended."""
+        return self._loop.is_closed()
+
+    def start(self, coroutine: Coroutine[Any, Any, T]) -> Future[T]:
         """Start a coroutine."""
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
 
     def call(self, function: Callable[[], object]) -> None:
-        """Call a function in the event loop, unless it has ended."""
+        """Call a function in the event loop, unless it has ended. This does not wait for it."""
         with contextlib.suppress(RuntimeError):
             self._loop.call_soon_threadsafe(function)
+
+    def ask(self, function: Callable[[], T]) -> T:
+        """Call a function in the event loop, and return its result. This is for other threads."""
+
+        async def called() -> T:
+            return function()
+
+        return self.start(called()).result()
 
     def close(self) -> None:
         """Cancel all coroutines, and end the thread."""

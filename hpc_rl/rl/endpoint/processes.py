@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import threading
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -16,6 +17,7 @@ from hpc_rl.host import owned
 from hpc_rl.host.files import tail
 from hpc_rl.host.processes import end
 from hpc_rl.host.search_path import users_environment
+from hpc_rl.rl.converse.turns import LoopThread
 from hpc_rl.rl.endpoint.sessions import Sessions
 
 MOST_FAILURES = 3
@@ -34,14 +36,18 @@ class AgentProcesses:
 
     Args:
         base_url: of the endpoint.
+        loop: that of the sessions.
         logs: folder for their output.
 
     Raises:
         UserError: there is no such program.
     """
 
-    def __init__(self, config: AgentConfig, base_url: str, sessions: Sessions, logs: Path) -> None:
-        self._command, self._base_url, self._sessions = config.command, base_url, sessions
+    def __init__(
+        self, config: AgentConfig, base_url: str, sessions: Sessions, loop: LoopThread, logs: Path
+    ) -> None:
+        self._command, self._base_url = config.command, base_url
+        self._sessions, self._loop = sessions, loop
         self._closed = threading.Event()
         self._lock = threading.Lock()
         self._running: dict[int, subprocess.Popen[bytes]] = {}
@@ -84,7 +90,7 @@ class AgentProcesses:
         """Start a process again and again. This is its thread."""
         name = f"agent {number}"
         while not self._closed.is_set():
-            key = self._sessions.admit(name)
+            key = self._loop.ask(partial(self._sessions.admit, name))
             try:
                 code = self._run(number, agent_environment(os.environ, self._base_url, key), log)
                 reason = f"{name} ended with exit code {code}"
@@ -92,7 +98,7 @@ class AgentProcesses:
                 code, reason = owned.NOT_STARTED, f"{name} cannot be started: {error}"
             if self._closed.is_set():
                 return
-            has_taken = self._sessions.dismiss(key, reason)
+            has_taken = self._loop.ask(partial(self._sessions.dismiss, key, reason))
             again = "and is started again; its output is in"
             if code != 0:
                 if self._fails_again(number, reason, log):

@@ -112,7 +112,7 @@ class Loop:
                     self.agents.turn(0.05)
             except Exception as error:  # noqa: BLE001 - the test gets it
                 self.error = error
-                self.agents.sessions.close()  # so that no agent waits for an answer
+                self.agents.loop.ask(self.agents.sessions.close)  # so that no agent waits for an answer
                 return
 
 

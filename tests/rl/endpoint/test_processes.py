@@ -15,6 +15,7 @@ import pytest
 
 from hpc_rl.config.agent import AgentConfig
 from hpc_rl.errors import RunError, UserError
+from hpc_rl.rl.converse.turns import LoopThread
 from hpc_rl.rl.endpoint import processes
 from hpc_rl.rl.endpoint.processes import AgentProcesses, agent_environment
 from tests.rl.endpoint.policy import DEADLINE_S, looping
@@ -75,11 +76,13 @@ def is_gone(pid: int) -> bool:
 @contextmanager
 def started(logs: Path, *command: str, keys: Any = None) -> Iterator[AgentProcesses]:
     config = AgentConfig(endpoint="loopback", command=list(command))
-    found = AgentProcesses(config, "http://127.0.0.1:1/v1", keys or Keys(), logs)
+    loop = LoopThread("sessions")
+    found = AgentProcesses(config, "http://127.0.0.1:1/v1", keys or Keys(), loop, logs)
     try:
         yield found
     finally:
         found.close()
+        loop.close()
 
 
 def test_an_agent_gets_the_address_without_a_proxy() -> None:
@@ -153,7 +156,7 @@ def test_an_agent_whose_output_cannot_be_written_ends_the_run(tmp_path: Path, mo
 
 def test_a_command_that_does_not_exist(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"agent.command: found no program no-such-agent in .* or on PATH"):
-        AgentProcesses(AgentConfig(endpoint="loopback", command=["no-such-agent"]), "", Keys(), tmp_path)  # type: ignore[arg-type]
+        AgentProcesses(AgentConfig(endpoint="loopback", command=["no-such-agent"]), "", Keys(), None, tmp_path)  # type: ignore[arg-type]
     (tmp_path / "agent").write_bytes(b"\x7fELF")
     (tmp_path / "agent").chmod(0o755)
     with started(tmp_path, str(tmp_path / "agent")) as found:
