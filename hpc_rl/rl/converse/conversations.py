@@ -35,14 +35,14 @@ from hpc_rl.rl.converse.partner import Partner, Siblings, converse
 from hpc_rl.rl.converse.transcripts import Conversed, Transcript
 from hpc_rl.rl.converse.turns import Turn, TurnRequests
 from hpc_rl.rl.rollout.engine import Completion
-from hpc_rl.rl.rollout.request_queue import TURN_S, RequestQueue
-from hpc_rl.rl.rollout.respondent import Samplings
+from hpc_rl.rl.rollout.request_queue import RequestQueue
+from hpc_rl.rl.rollout.respondent import Respondent, Samplings
 
 if TYPE_CHECKING:
     from hpc_rl.rl.cluster import DriverConfig
 
 
-class Conversations:
+class Conversations(Respondent):
     """What responds to prompts with conversations; see Respondent. The queue generates the turns of the model."""
 
     def __init__(self, queue: RequestQueue, environment: Environment, config: DriverConfig) -> None:
@@ -70,11 +70,6 @@ class Conversations:
         """
         self._start()
         self._turns.advance(timeout_s)
-
-    def wait(self, asked: Sequence[Siblings]) -> None:
-        """See Respondent."""
-        while not all(one.is_complete for one in asked):
-            self.turn(TURN_S)
 
     def pause(self) -> None:
         """See Respondent. Environments may go on with what they do."""

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -30,15 +29,15 @@ from hpc_rl.rl.endpoint.rendering import Rendering
 from hpc_rl.rl.endpoint.server import Endpoint
 from hpc_rl.rl.endpoint.session import Session
 from hpc_rl.rl.endpoint.sessions import Sessions
-from hpc_rl.rl.rollout.request_queue import TURN_S, RequestQueue
-from hpc_rl.rl.rollout.respondent import Samplings
+from hpc_rl.rl.rollout.request_queue import RequestQueue
+from hpc_rl.rl.rollout.respondent import Respondent, Samplings
 from hpc_rl.run_dir import RunDir
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
-class Agents:
+class Agents(Respondent):
     """What responds to prompts with agents; see Respondent. The queue generates the turns of the policy.
 
     Args:
@@ -96,11 +95,6 @@ class Agents:
         self._processes.check()
         self.loop.call(partial(self.sessions.expire, time.monotonic()))
         self._turns.advance(timeout_s)
-
-    def wait(self, asked: Sequence[Siblings]) -> None:
-        """See Respondent."""
-        while not all(one.is_complete for one in asked):
-            self.turn(TURN_S)
 
     def pause(self) -> None:
         """See Respondent. Agents may go on with what they do."""
