@@ -16,7 +16,7 @@ from hpc_rl.environments.tool_calls import VLLM, Call, Malformed, after_thinking
 from hpc_rl.environments.turns import Turns
 from hpc_rl.environments.vllm_parsers import load_vllm_parser
 from hpc_rl.errors import UserError
-from hpc_rl.rl.converse.turns import LoopThread
+from hpc_rl.rl.loop_thread import LoopThread
 from hpc_rl.rl.rollout.engine import Completion
 
 if TYPE_CHECKING:

@@ -22,13 +22,14 @@ from hpc_rl.data.prompts import Prompt
 from hpc_rl.data.rows import to_prompt
 from hpc_rl.host.files import write_atomically
 from hpc_rl.rl.converse.partner import Siblings, converse
-from hpc_rl.rl.converse.turns import LoopThread, TurnRequests
+from hpc_rl.rl.converse.turns import TurnRequests
 from hpc_rl.rl.endpoint.answers import MODEL
 from hpc_rl.rl.endpoint.processes import AgentProcesses
 from hpc_rl.rl.endpoint.rendering import Rendering
 from hpc_rl.rl.endpoint.server import Endpoint
 from hpc_rl.rl.endpoint.session import Session
 from hpc_rl.rl.endpoint.sessions import Sessions
+from hpc_rl.rl.loop_thread import LoopThread
 from hpc_rl.rl.rollout.request_queue import RequestQueue
 from hpc_rl.rl.rollout.respondent import Respondent, Samplings
 from hpc_rl.run_dir import RunDir

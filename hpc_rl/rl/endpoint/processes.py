@@ -17,7 +17,7 @@ from hpc_rl.host import owned
 from hpc_rl.host.files import tail
 from hpc_rl.host.processes import end
 from hpc_rl.host.search_path import users_environment
-from hpc_rl.rl.converse.turns import LoopThread
+from hpc_rl.rl.loop_thread import LoopThread
 from hpc_rl.rl.endpoint.sessions import Sessions
 
 MOST_FAILURES = 3
