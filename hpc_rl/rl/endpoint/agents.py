@@ -69,7 +69,8 @@ class Agents(Respondent):
         self._turns = TurnRequests(queue, self.loop)
         self.endpoint = Endpoint(self.sessions, self.loop, address, own.timeout_s)
         logs.mkdir(parents=True, exist_ok=True)
-        self._processes = AgentProcesses(own, self.endpoint.base_url, self.sessions, self.loop, logs)
+        self._processes = AgentProcesses(own, self.endpoint.base_url, self.sessions, logs)
+        self._turns.start(self._processes.serve())
         key = self.loop.ask(partial(self.sessions.admit, "an agent"))
         found = {"base_url": self.endpoint.base_url, "api_key": key, "model": MODEL}
         write_atomically(run.endpoint, json.dumps(found) + "\n", forbidden=0o077)
@@ -93,7 +94,6 @@ class Agents(Respondent):
             UserError: an engine refused a request, or agent.command cannot be started.
             RunError: no engine is left, or agent.command failed again and again.
         """
-        self._processes.check()
         self.loop.call(partial(self.sessions.expire, time.monotonic()))
         self._turns.advance(timeout_s)
 
@@ -106,7 +106,7 @@ class Agents(Respondent):
         if self.loop.is_closed:
             return
         self.loop.ask(self.sessions.close)
-        self._processes.close()
+        self.loop.start(self._processes.close()).result()
         self.endpoint.close()
         self.loop.close()
         self._run.endpoint.unlink(missing_ok=True)
