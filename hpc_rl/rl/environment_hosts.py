@@ -38,7 +38,7 @@ MOST_CALLS = 10_000
 ALIVE_TIMEOUT_S = 120.0
 """An actor that has requests, and does not answer for so long whether it is alive, is lost."""
 CHECK_S = 5.0
-"""Time between two looks at the answers to that question."""
+"""Time between two such questions."""
 _CLOSE_TIMEOUT_S = 30.0
 
 

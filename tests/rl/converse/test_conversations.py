@@ -157,10 +157,11 @@ def converse(
     overrides: Sequence[str] = (),
     n: int = 1,
     waves: Sequence[int] = range(100),
+    order: int = 0,
 ) -> tuple[list[Conversed], Model]:
     """Let the model converse about rows, which take turns with the waves; return all conversations."""
     config = config_of(own, *overrides)
-    model = Model(tokenizer)
+    model = Model(tokenizer, order)
     conversations = Conversations(model, opened, config)  # type: ignore[arg-type]
     sampling = Sampling(config.data.max_response_length)
     asked = [
@@ -230,6 +231,16 @@ def test_later_turns_go_to_the_same_engine_with_seeds_of_their_own(
     assert seeds[1] == sorted(turn_seed(seed, 1) for seed in (10, 11, 12))
     assert seeds[0] == sorted(turn_seed(seed, turn) for seed in (0, 1, 2) for turn in (1, 2))
     assert len({*seeds[0], *seeds[1]}) == 9 and turn_seed(4, 0) == 4
+
+
+def test_responses_do_not_depend_on_the_order_in_which_engines_answer(
+    opened: Environment, tokenizer: Any, own: Path
+) -> None:
+    rows = [{"turns": [CALL % number, "again", f"end {number}"]} for number in range(4)]
+    runs = [converse(opened, tokenizer, own, *rows, n=2, order=order)[0] for order in range(3)]
+    texts = [[tokenizer.decode(one.token_ids) for one in found] for found in runs]
+    assert texts[0] == texts[1] == texts[2]
+    assert [one.outcome.score for one in runs[2]] == [0, 0, 1, 1, 2, 2, 3, 3]
 
 
 def test_no_more_conversations_are_open_than_engines_and_environments_have_room_for(
