@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import random
 import time
 from collections.abc import Iterator, Sequence
-from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -21,12 +19,11 @@ from hpc_rl.rl.converse.partner import turn_seed
 from hpc_rl.rl.converse.transcripts import Conversed
 from hpc_rl.rl.environment_hosts import open_environments
 from hpc_rl.rl.metrics import conversation_metrics
-from hpc_rl.rl.rollout.engine import Completion, Request, Sampling, Span
-from hpc_rl.rl.rollout.request_queue import Asked
-from hpc_rl.rl.rollout.respondent import Samplings
+from hpc_rl.rl.rollout.engine import Completion, Sampling
 from tests.environments.templates import CHATML, OPENS_THINKING, QWEN3_WITHOUT_SWITCH
 from tests.helpers import make_tokenizer
 from tests.rl.ppo_config import ppo_config
+from tests.rl.scripted import Scripted
 
 OWN = r'''
 import time
@@ -75,44 +72,6 @@ DEADLINE_S = 600
 LONG = "data.max_response_length=2000", "data.max_prompt_length=2000", "trainer.micro_tokens=4000"
 
 
-class Model:
-    """A RequestQueue whose model writes the next of the row's turns. Each of its calls completes one of the requests.
-
-    A turn that is too long is cut off.
-    """
-
-    capacity = 4
-
-    def __init__(self, tokenizer: Any, seed: int = 0) -> None:
-        self._tokenizer = tokenizer
-        self._numbers = count()
-        self._random = random.Random(seed)
-        self._open: list[tuple[Asked, Request, Prompt, int]] = []
-        self.asked: list[tuple[Prompt, list[tuple[int, Sampling]], int, int | None]] = []
-        self.is_paused = False
-
-    def ask(self, prompt: Prompt, draws: Samplings, wave: int = 0, after: int | None = None) -> Asked:
-        self.asked.append((prompt, list(draws), wave, after))
-        asked = Asked([Request(next(self._numbers), prompt.token_ids, *draw) for draw in draws])
-        engine = self._random.randrange(100) if after is None else after
-        self._open += [(asked, request, prompt, engine) for request in asked.requests]
-        return asked
-
-    def turn(self, timeout_s: float) -> None:
-        asked, request, prompt, engine = self._open.pop(self._random.randrange(len(self._open)))
-        number = self._tokenizer.decode(request.prompt).count("<|im_start|>assistant") - 1
-        text, most = prompt.row["turns"][number], request.sampling.max_new_tokens
-        # Letter by letter, as no tokenizer would write it.
-        ids = [token for letter in text for token in self._tokenizer(letter)["input_ids"]]
-        ids = [*ids, self._tokenizer.eos_token_id][:most]
-        finished = len(text) < most
-        found = Completion(np.array(ids, np.int32), -np.ones(len(ids), np.float32), finished, (Span(3, len(ids)),))
-        asked.found[request.number], asked.engines[request.number] = found, engine
-
-    def pause(self) -> None:
-        self.is_paused = True
-
-
 @pytest.fixture(scope="module")
 def tokenizer() -> Any:
     made = make_tokenizer(320)
@@ -158,10 +117,10 @@ def converse(
     n: int = 1,
     waves: Sequence[int] = range(100),
     order: int = 0,
-) -> tuple[list[Conversed], Model]:
+) -> tuple[list[Conversed], Scripted]:
     """Let the model converse about rows, which take turns with the waves; return all conversations."""
     config = config_of(own, *overrides)
-    model = Model(tokenizer, order)
+    model = Scripted(tokenizer, order)
     conversations = Conversations(model, opened, config)  # type: ignore[arg-type]
     sampling = Sampling(config.data.max_response_length)
     asked = [
@@ -250,11 +209,11 @@ def test_no_more_conversations_are_open_than_engines_and_environments_have_room_
     rows = [{"turns": [CALL % 1, "end"], "number": number} for number in range(12)]
     for number in (5, 9):
         rows[number]["messages"] = [{"role": "user", "content": "Sum, please?"}]
-    turn, start = Model.turn, opened.processes.start
+    turn, start = Scripted.turn, opened.processes.start
     open_at_turns: list[int] = []
     started: list[int] = []
 
-    def noted_turn(self: Model, timeout_s: float) -> None:
+    def noted_turn(self: Scripted, timeout_s: float) -> None:
         open_at_turns.append(sum(worker.load for worker in opened.processes._workers))
         turn(self, timeout_s)
 
@@ -262,20 +221,20 @@ def test_no_more_conversations_are_open_than_engines_and_environments_have_room_
         started.append(row["number"])
         return start(prompt, row)
 
-    monkeypatch.setattr(Model, "turn", noted_turn)
+    monkeypatch.setattr(Scripted, "turn", noted_turn)
     monkeypatch.setattr(opened.processes, "start", noted_start)
     found, _ = converse(opened, tokenizer, own, *rows, n=2, waves=(1, 0))
     assert [one.outcome.score for one in found] == [1.0] * 24
     first, second = [5, 9, 1, 3, 7, 11], [0, 2, 4, 6, 8, 10]
     assert started == [number for number in [*first, *second] for _ in range(2)]
-    assert 4 < max(open_at_turns) <= Model.capacity + 2 + 1
+    assert 4 < max(open_at_turns) <= Scripted.capacity + 2 + 1
 
 
 def test_validation_starts_although_the_conversations_of_a_training_fill_all_room(
     opened: Environment, tokenizer: Any, own: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config, start = config_of(own), opened.processes.start
-    conversations = Conversations(Model(tokenizer), opened, config)  # type: ignore[arg-type]
+    conversations = Conversations(Scripted(tokenizer), opened, config)  # type: ignore[arg-type]
     started: list[int] = []
 
     def noted_start(prompt: list[Any], row: dict[str, Any]) -> Any:
