@@ -20,9 +20,9 @@ import ray
 from ray.exceptions import ActorUnavailableError, RayActorError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from hpc_rl.environments.pool import CLOSED, START_TIMEOUT_S, Conversation, EnvironmentPool, Environments
-from hpc_rl.environments.protocol import Message, Outcome, Reply
-from hpc_rl.environments.requests import Answer, Finish, Offered, Request, Start, Wanted, failed
+from hpc_rl.environments.pool import CLOSED, START_TIMEOUT_S, EnvironmentPool, Environments
+from hpc_rl.environments.protocol import Outcome, Reply
+from hpc_rl.environments.requests import Finish, Offered, Request, Start, Wanted, failed
 from hpc_rl.errors import RunError, UserError
 from hpc_rl.rl import process
 from hpc_rl.rl.calls import ActorCall, Pending
@@ -77,7 +77,6 @@ class EnvironmentHost:
         self._node = node
         process.begin(logs / f"node{os.environ.get('SLURM_NODEID', '0')}-environments.log")
         self._pool: EnvironmentPool | None = None
-        self._talks: dict[int, Conversation] = {}
 
     async def open(self, wanted: Wanted, workers: int, timeout_s: float) -> Offered:
         """Start the processes; see EnvironmentPool."""
@@ -93,12 +92,8 @@ class EnvironmentHost:
     async def answer(self, number: int, request: Request) -> Reply | Outcome:
         """Return the answer to a request about a conversation."""
         assert self._pool is not None
-        if isinstance(request, Start):
-            talk = self._talks[number] = self._pool.start(request.prompt, request.row)
-            return await asyncio.wrap_future(talk.first)
-        if isinstance(request, Answer):
-            return await asyncio.wrap_future(self._talks[number].answer(request.text, request.calls))
-        return await asyncio.wrap_future(self._talks.pop(number).finish())
+        answer: Reply | Outcome = await asyncio.wrap_future(self._pool.submit(number, request))
+        return answer
 
     async def close(self) -> None:
         """End the processes."""
@@ -106,7 +101,7 @@ class EnvironmentHost:
             await asyncio.to_thread(self._pool.close)
 
 
-class EnvironmentFleet:
+class EnvironmentFleet(Environments):
     """The processes on several nodes; see Environments.
 
     Args:
@@ -121,44 +116,40 @@ class EnvironmentFleet:
     """
 
     def __init__(self, wanted: Wanted, workers: int, timeout_s: float, nodes: Sequence[Node], logs: Path) -> None:
+        super().__init__()
         self.workers = workers * len(nodes)
         self._closed = False
         self._hosts = [_Host(node, logs) for node in nodes]
         self._places: dict[int, _Host] = {}
         """Where each conversation is."""
-        self._next = 0
         self._loop = LoopThread("environment-hosts")
         for host in self._hosts:
             self._loop.start(self._watch(host))
         opened = Pending.of_calls([host.call("open", wanted, workers, timeout_s) for host in self._hosts])
         try:
-            self.offered: Offered = opened.wait(3 * START_TIMEOUT_S)[0]
+            self.offered = opened.wait(3 * START_TIMEOUT_S)[0]
         except UserError:
             self.close()
             raise
 
-    def start(self, prompt: list[Message], row: dict[str, Any]) -> Conversation:
-        """See Environments. The conversation is on the node with the fewest. Each request about it has to wait for the
-        answer to the one before, because calls of the actors have no order.
+    def submit(self, number: int, request: Request) -> Future[Any]:
+        """See Environments. A conversation is on the node that had the fewest. Each request about it has to wait for
+        the answer to the one before, because calls of the actors have no order."""
+        if isinstance(request, Start):
+            self._places[number] = self._choose()
+        host = self._places.pop(number) if isinstance(request, Finish) else self._places[number]
+        host.load += isinstance(request, Start)
+        host.load -= isinstance(request, Finish)
+        return self._loop.start(self._answer(host, number, request))
 
-        Raises:
-            RunError: all nodes are lost, or this is closed.
-        """
+    def _choose(self) -> _Host:
+        """Return where a conversation starts."""
         if self._closed:
             raise RunError(CLOSED)
         left = [host for host in self._hosts if host.lost is None]
         if not left:
             raise RunError(f"no process for environments is left: {self._hosts[0].lost}")
-        self._next += 1
-        self._places[self._next] = min(left, key=lambda each: (each.is_doubted, each.load))
-        return Conversation(self, self._next, self.submit(self._next, Start(prompt, row)))
-
-    def submit(self, number: int, request: Request) -> Future[Any]:
-        """See RequestTaker."""
-        host = self._places.pop(number) if isinstance(request, Finish) else self._places[number]
-        host.load += isinstance(request, Start)
-        host.load -= isinstance(request, Finish)
-        return self._loop.start(self._answer(host, number, request))
+        return min(left, key=lambda each: (each.is_doubted, each.load))
 
     def close(self) -> None:
         """See Environments."""
