@@ -16,9 +16,9 @@ from hpc_rl.config.algorithm import AlgorithmConfig
 from hpc_rl.config.ppo import PpoConfig
 from hpc_rl.rewards.scorer import Scores
 from hpc_rl.rl import experience as columns
+from hpc_rl.rl.converse.transcripts import Conversed
 from hpc_rl.rl.rollout.engine import Completion
 from hpc_rl.rl.state import PpoState
-from hpc_rl.rl.converse.transcripts import Conversed
 from hpc_rl.rl.workers.learner import ROUTER, Sums
 from hpc_rl.tracking.timeline import Timeline, new_timeline
 from hpc_rl.training.perf import Clock, Span

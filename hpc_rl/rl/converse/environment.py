@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
     from hpc_rl.rl.cluster import DriverConfig
 
+
 class Environment:
     """The environment of a run: its processes, and how its messages become tokens.
 

@@ -31,9 +31,7 @@ def sessions(tokenizer: Any) -> Sessions:
 
 def opened(sessions: Sessions, wave: int = 0) -> Session:
     prompt = Prompt(np.arange(5, dtype=np.int32), "3", {}, "")
-    session = Session(
-        prompt=prompt, wave=wave, seed=1, sampling=Sampling(50), sessions=sessions, messages=[ASK]
-    )
+    session = Session(prompt=prompt, wave=wave, seed=1, sampling=Sampling(50), sessions=sessions, messages=[ASK])
     sessions.open(session)
     return session
 
