@@ -10,9 +10,10 @@ import os
 import queue
 import select
 import threading
+from abc import ABC, abstractmethod
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 from hpc_rl.environments.protocol import Message, Outcome, Reply
 from hpc_rl.environments.requests import Answer, Finish, Offered, Request, Start, Wanted, failed
@@ -26,23 +27,52 @@ _END_TIMEOUT_S = 10.0
 CLOSED = "the environments were closed while a conversation was running"
 
 
-class Environments(Protocol):
+class Environments(ABC):
     """Processes that run environments: those of an EnvironmentPool, or of several on other nodes."""
 
     offered: Offered
     workers: int
     """Number of processes."""
 
-    def start(self, prompt: list[Message], row: dict[str, Any]) -> Conversation:
-        """Start a conversation about a row. Its `first` has the first messages."""
-        ...
+    def __init__(self) -> None:
+        self._started = 0
 
+    def start(self, prompt: list[Message], row: dict[str, Any]) -> Conversation:
+        """Start a conversation about a row.
+
+        Raises:
+            RunError: no process is left, or this is closed.
+        """
+        self._started += 1
+        return Conversation(self, self._started, self.submit(self._started, Start(prompt, row)))
+
+    @abstractmethod
+    def submit(self, number: int, request: Request) -> Future[Any]:
+        """Request something about the conversation of this number, which begins with Start and ends with Finish."""
+
+    @abstractmethod
     def close(self) -> None:
         """End all processes at once. Requests without an answer raise RunError. A second `close` does nothing."""
-        ...
 
 
-class EnvironmentPool:
+class Conversation:
+    """One conversation. Errors of the environment are in the answers; only a UserError of the pool is raised."""
+
+    def __init__(self, environments: Environments, number: int, first: Future[Any]) -> None:
+        self._environments, self._number = environments, number
+        self.first: Future[Reply] = first
+        """The messages with which the conversation starts."""
+
+    def answer(self, text: str, calls: list[Call | Malformed]) -> Future[Reply]:
+        """Request the answer to the model's text, which has these tool calls."""
+        return self._environments.submit(self._number, Answer(text, calls))
+
+    def finish(self) -> Future[Outcome]:
+        """Request the reward, and end the conversation. Every conversation needs this once."""
+        return self._environments.submit(self._number, Finish())
+
+
+class EnvironmentPool(Environments):
     """Processes that run environments, on this node; see Environments.
 
     Args:
@@ -56,24 +86,27 @@ class EnvironmentPool:
     """
 
     def __init__(self, wanted: Wanted, workers: int, timeout_s: float) -> None:
+        super().__init__()
         self.workers = workers
         self._closing, self._close = os.pipe()
         self._closed = False
         self._workers = [_Worker(number, wanted, timeout_s, self._closing) for number in range(workers)]
+        self._places: dict[int, _Worker] = {}
+        """Where each conversation is."""
         try:
-            self.offered: Offered = [worker.started() for worker in self._workers][-1]
+            self.offered = [worker.started() for worker in self._workers][-1]
         except UserError:
             self.close()
             raise
-        self._next = 0
 
-    def start(self, prompt: list[Message], row: dict[str, Any]) -> Conversation:
-        """See Environments. The conversation is in the process with the fewest."""
-        if self._closed:
-            raise RunError(CLOSED)
-        self._next += 1
-        worker = min(self._workers, key=lambda each: each.load)
-        return Conversation(worker, self._next, worker.submit(self._next, Start(prompt, row)))
+    def submit(self, number: int, request: Request) -> Future[Any]:
+        """See Environments. A conversation is in the process that had the fewest."""
+        if isinstance(request, Start):
+            if self._closed:
+                raise RunError(CLOSED)
+            self._places[number] = min(self._workers, key=lambda each: each.load)
+        worker = self._places.pop(number) if isinstance(request, Finish) else self._places[number]
+        return worker.submit(number, request)
 
     def close(self) -> None:
         """See Environments."""
@@ -84,31 +117,6 @@ class EnvironmentPool:
         for worker in self._workers:
             worker.close()
         os.close(self._closing)
-
-
-class RequestTaker(Protocol):
-    """What takes the requests about a conversation."""
-
-    def submit(self, number: int, request: Request) -> Future[Any]:
-        """Request something about the conversation of this number."""
-        ...
-
-
-class Conversation:
-    """One conversation. Errors of the environment are in the answers; only a UserError of the pool is raised."""
-
-    def __init__(self, worker: RequestTaker, number: int, first: Future[Any]) -> None:
-        self._worker, self._number = worker, number
-        self.first: Future[Reply] = first
-        """The messages with which the conversation starts."""
-
-    def answer(self, text: str, calls: list[Call | Malformed]) -> Future[Reply]:
-        """Request the answer to the model's text, which has these tool calls."""
-        return self._worker.submit(self._number, Answer(text, calls))
-
-    def finish(self) -> Future[Outcome]:
-        """Request the reward, and end the conversation. Every conversation needs this once."""
-        return self._worker.submit(self._number, Finish())
 
 
 @dataclass(order=True)

@@ -17,8 +17,8 @@ from hpc_rl.data.order import Position
 from hpc_rl.data.prompts import Prompt
 from hpc_rl.host.heartbeat import heart
 from hpc_rl.rl.draws import Batch, Desk, Draws, prompt_order
-from hpc_rl.rl.rollout.request_queue import TURN_S, RequestQueue
-from hpc_rl.rl.rollout.respondent import Respondent
+from hpc_rl.rl.rollout.request_queue import RequestQueue
+from hpc_rl.rl.rollout.respondent import TURN_S, Respondent
 from hpc_rl.rl.scoring import Scoring
 from hpc_rl.rl.staleness import batches_ahead
 

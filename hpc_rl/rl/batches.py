@@ -13,8 +13,7 @@ from hpc_rl.data.order import Position
 from hpc_rl.data.prompts import Prompt
 from hpc_rl.rl.computed import ComputedColumns
 from hpc_rl.rl.draws import Batch, Desk, Draws, prompt_order, responses_of
-from hpc_rl.rl.rollout.request_queue import TURN_S
-from hpc_rl.rl.rollout.respondent import Respondent
+from hpc_rl.rl.rollout.respondent import TURN_S, Respondent
 from hpc_rl.rl.scoring import Scoring, response_texts
 from hpc_rl.tracking.samples import chosen_responses
 

@@ -16,11 +16,11 @@ from hpc_rl.config.algorithm import AlgorithmConfig
 from hpc_rl.config.ppo import PpoConfig
 from hpc_rl.rewards.scorer import Scores
 from hpc_rl.rl import experience as columns
+from hpc_rl.rl.converse.transcripts import Conversed
 from hpc_rl.rl.rollout.engine import Completion
 from hpc_rl.rl.rollout.request_queue import RequestQueue
 from hpc_rl.rl.scoring import Scoring
 from hpc_rl.rl.state import PpoState
-from hpc_rl.rl.transcripts import Conversed
 from hpc_rl.rl.workers.group import WorkerGroup
 from hpc_rl.rl.workers.learner import ROUTER, Sums
 from hpc_rl.tracking.timeline import Timeline, new_timeline

@@ -20,9 +20,9 @@ from hpc_rl.environments.protocol import Outcome
 from hpc_rl.errors import RunError
 from hpc_rl.rewards.scorer import Scorer, Scores, final_values
 from hpc_rl.rl.calls import Pending
+from hpc_rl.rl.converse.transcripts import Conversed
 from hpc_rl.rl.experience import new_experience
 from hpc_rl.rl.rollout.engine import Completion
-from hpc_rl.rl.transcripts import Conversed
 from hpc_rl.rl.workers.group import WorkerGroup
 from hpc_rl.training.perf import Span, Spans
 

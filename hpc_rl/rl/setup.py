@@ -28,7 +28,8 @@ from hpc_rl.rl.calls import MODEL_LIMIT, wait_for_all
 from hpc_rl.rl.carriers.base import Carrier
 from hpc_rl.rl.carriers.carriers import needed_by_driver, open_carrier
 from hpc_rl.rl.computed import Computation, ComputedColumns
-from hpc_rl.rl.conversations import Conversations, Environment
+from hpc_rl.rl.converse.conversations import Conversations
+from hpc_rl.rl.converse.environment import Environment
 from hpc_rl.rl.dealing import mini_batches
 from hpc_rl.rl.endpoint.agents import Agents
 from hpc_rl.rl.environment_hosts import open_environments

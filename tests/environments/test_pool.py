@@ -259,12 +259,12 @@ def test_what_the_users_code_raises_ends_its_conversation_only(opened: Open) -> 
 
 def test_closing_ends_what_runs(opened: Open) -> None:
     pool = opened(timeout_s=DEADLINE_S)
-    running = pool.start(PROMPT, {})
+    running, other = pool.start(PROMPT, {}), pool.start(PROMPT, {})
     assert said(running.first)
     hanging, waiting = running.answer("", [Call("hang", {})]), running.finish()
     pool.close()
     pool.close()
-    for future in (hanging, waiting, running.finish()):
+    for future in (hanging, waiting, other.finish()):
         with pytest.raises(RunError, match="were closed"):
             future.result(DEADLINE_S)
     with pytest.raises(RunError, match="were closed"):

@@ -13,9 +13,9 @@ from hpc_rl.config.reward import OptionalRewardConfig
 from hpc_rl.environments.protocol import Outcome
 from hpc_rl.rewards.scorer import Scores
 from hpc_rl.rl.calls import Pending
+from hpc_rl.rl.converse.transcripts import Conversed
 from hpc_rl.rl.rollout.engine import Completion
 from hpc_rl.rl.scoring import NO_REWARD, EnvironmentScoring, last_turns, response_texts
-from hpc_rl.rl.transcripts import Conversed
 
 
 def conversed(outcome: Outcome, *ids: int) -> Conversed:

@@ -5,16 +5,15 @@
         agents.turn(timeout_s)               # engines generate the turns that agents have requested
     asked.completions()                      # each session as one response
 
-Agents are programs of their own, which send requests to the endpoint. Its thread passes them to the sessions, and
-`turn` passes them on to the engines, because the request queue is for one thread at a time.
+Agents are programs of their own, which send requests to the endpoint. It has an event loop, in which each session is
+the partner of one coroutine `converse`.
 """
 
 from __future__ import annotations
 
 import json
 import time
-from collections.abc import Sequence
-from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -22,24 +21,24 @@ from hpc_rl.config.ppo import PpoConfig
 from hpc_rl.data.prompts import Prompt
 from hpc_rl.data.rows import to_prompt
 from hpc_rl.host.files import write_atomically
-from hpc_rl.host.heartbeat import heart
-from hpc_rl.rl.conversations import Talks
+from hpc_rl.rl.converse.partner import Siblings, converse
+from hpc_rl.rl.converse.turns import TurnRequests
 from hpc_rl.rl.endpoint.answers import MODEL
 from hpc_rl.rl.endpoint.processes import AgentProcesses
 from hpc_rl.rl.endpoint.rendering import Rendering
 from hpc_rl.rl.endpoint.server import Endpoint
 from hpc_rl.rl.endpoint.session import Session
 from hpc_rl.rl.endpoint.sessions import Sessions
-from hpc_rl.rl.rollout.engine import Sampling
-from hpc_rl.rl.rollout.request_queue import TURN_S, Asked, RequestQueue
-from hpc_rl.rl.rollout.respondent import Samplings
+from hpc_rl.rl.loop_thread import LoopThread
+from hpc_rl.rl.rollout.request_queue import RequestQueue
+from hpc_rl.rl.rollout.respondent import Respondent, Samplings
 from hpc_rl.run_dir import RunDir
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
-class Agents:
+class Agents(Respondent):
     """What responds to prompts with agents; see Respondent. The queue generates the turns of the policy.
 
     Args:
@@ -66,22 +65,27 @@ class Agents:
         may_lack = bool(config.reward.sources) or config.algorithm.advantage == "opd"
         rendering = Rendering(tokenizer, config)
         self.sessions = Sessions(rendering, config.data.max_prompt_length, own.timeout_s, not may_lack)
-        self._generating: list[tuple[Session, Asked]] = []
-        self.endpoint = Endpoint(self.sessions, address, own.timeout_s)
+        self.loop = LoopThread("endpoint")
+        self._turns = TurnRequests(queue, self.loop)
+        self.endpoint = Endpoint(self.sessions, self.loop, address, own.timeout_s)
         logs.mkdir(parents=True, exist_ok=True)
         self._processes = AgentProcesses(own, self.endpoint.base_url, self.sessions, logs)
-        key = self.sessions.admit("an agent")
+        self._turns.start(self._processes.serve())
+        key = self.loop.ask(partial(self.sessions.admit, "an agent"))
         found = {"base_url": self.endpoint.base_url, "api_key": key, "model": MODEL}
         write_atomically(run.endpoint, json.dumps(found) + "\n", forbidden=0o077)
         print(f"agents: {self.endpoint.base_url}; {run.endpoint} has the key", flush=True)
 
-    def ask(self, prompt: Prompt, draws: Samplings, wave: int = 0) -> Talks:
+    def ask(self, prompt: Prompt, draws: Samplings, wave: int = 0) -> Siblings:
         """See Respondent."""
         messages, _ = to_prompt(prompt.row, self._config.data, "the data")
-        found = Talks(len(draws))
+        siblings = Siblings(len(draws))
         for index, (seed, sampling) in enumerate(draws):
-            self.sessions.open(Session(found, index, prompt, messages, wave, seed, sampling))
-        return found
+            session = Session(
+                prompt=prompt, wave=wave, seed=seed, sampling=sampling, sessions=self.sessions, messages=messages
+            )
+            self._turns.start(self._respond(siblings, index, session))
+        return siblings
 
     def turn(self, timeout_s: float) -> None:
         """See Respondent.
@@ -90,53 +94,26 @@ class Agents:
             UserError: an engine refused a request, or agent.command cannot be started.
             RunError: no engine is left, or agent.command failed again and again.
         """
-        self._processes.check()
-        for session in self.sessions.requested():
-            self._request(session, *session.draw())
-        self.sessions.expire(time.monotonic())
-        self._end()
-        if self._generating:
-            self._queue.turn(timeout_s)
-            self._read()
-            self._end()
-        else:
-            with heart.waiting():
-                self.sessions.wait(timeout_s)
-
-    def wait(self, asked: Sequence[Talks]) -> None:
-        """See Respondent."""
-        while not all(one.is_complete for one in asked):
-            self.turn(TURN_S)
+        self.loop.call(partial(self.sessions.expire, time.monotonic()))
+        self._turns.advance(timeout_s)
 
     def pause(self) -> None:
         """See Respondent. Agents may go on with what they do."""
         self._queue.pause()
 
     def close(self) -> None:
-        """Refuse all requests, and end the processes of agent.command."""
-        self.sessions.close()
-        self._processes.close()
+        """Refuse all requests, and end the processes of agent.command. A second `close` does nothing."""
+        if self.loop.is_closed:
+            return
+        self.loop.ask(self.sessions.close)
+        self.loop.start(self._processes.close()).result()
         self.endpoint.close()
+        self.loop.close()
         self._run.endpoint.unlink(missing_ok=True)
 
-    def _request(self, session: Session, seed: int, sampling: Sampling) -> None:
-        prompt = replace(session.prompt, token_ids=session.transcript.ids())
-        asked = self._queue.ask(prompt, [(seed, sampling)], session.wave, session.engine)
-        self._generating.append((session, asked))
-
-    def _read(self) -> None:
-        """Give the turns that are complete to their sessions."""
-        written = [(session, asked) for session, asked in self._generating if asked.is_complete]
-        self._generating = [(session, asked) for session, asked in self._generating if not asked.is_complete]
-        for session, asked in written:
-            (turn,), (engine,) = asked.completions(), asked.engines.values()
-            self.sessions.add_turn(session, turn, engine)
-
-    def _end(self) -> None:
-        """Record the sessions that have ended."""
-        for session in self.sessions.ended():
-            if session.turn is not None:
-                session.record()
-            else:  # a session without a turn is a response without a score, and a response has a token
-                seed, sampling = session.draw()
-                self._request(session, seed, replace(sampling, max_new_tokens=1))
+    async def _respond(self, siblings: Siblings, index: int, session: Session) -> None:
+        """Let an agent take a session and converse in it."""
+        self.sessions.open(session)
+        await session.next()
+        found = await converse(session, self._turns)
+        self._turns.post(partial(siblings.record, index, found))

@@ -1,4 +1,4 @@
-"""The HTTP server that agents talk to. It runs in a thread beside the loop.
+"""The HTTP server that agents talk to. It runs in the event loop of the sessions.
 
 GET   /v1/models                            the policy
 POST  /v1/sessions                          take the next session; null if none is open yet
@@ -13,7 +13,7 @@ import asyncio
 import contextlib
 import json
 import socket
-import threading
+import time
 from typing import Any
 
 from aiohttp import web
@@ -26,6 +26,7 @@ from hpc_rl.rl.endpoint.answers import MODEL, models
 from hpc_rl.rl.endpoint.messages import Refusal, read_chat
 from hpc_rl.rl.endpoint.session import Session
 from hpc_rl.rl.endpoint.sessions import Sessions
+from hpc_rl.rl.loop_thread import LoopThread
 
 SESSION_HEADER = "X-Session-Id"
 TAKE_S = 30.0
@@ -45,6 +46,7 @@ class Endpoint:
     """The server.
 
     Args:
+        loop: where it runs, with the sessions.
         address: where it listens.
         timeout_s: agent.timeout_s.
 
@@ -52,8 +54,8 @@ class Endpoint:
         UserError: it cannot listen there.
     """
 
-    def __init__(self, sessions: Sessions, address: str, timeout_s: float) -> None:
-        self._sessions, self._timeout_s = sessions, timeout_s
+    def __init__(self, sessions: Sessions, loop: LoopThread, address: str, timeout_s: float) -> None:
+        self._sessions, self._loop, self._timeout_s = sessions, loop, timeout_s
         try:
             family = socket.AF_INET6 if ":" in address else socket.AF_INET
             self._socket = socket.create_server((address, 0), family=family, backlog=MOST_CONNECTIONS)
@@ -67,36 +69,18 @@ class Endpoint:
         """Codes of refusals that were printed."""
         self._strangers: dict[web.RequestHandler, asyncio.TimerHandle] = {}
         """Connections without a valid key so far, each with the timer that closes it."""
-        self._loop = asyncio.new_event_loop()
-        self._opened, self._stop = asyncio.Event(), asyncio.Event()
-        self._ready = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="endpoint", daemon=True)
-        self._thread.start()
-        if not self._ready.wait(_START_S):
-            raise RunError(f"agent.endpoint: the server did not start within {_START_S:g} s")
-        sessions.on_open = lambda: self._call(self._announce)
+        try:
+            self._server, self._runner = loop.start(self._open()).result(_START_S)
+        except TimeoutError as error:
+            raise RunError(f"agent.endpoint: the server did not start within {_START_S:g} s") from error
 
     def close(self) -> None:
         """Close all connections, once the answers to open requests are sent."""
-        self._call(self._stop.set)
-        self._thread.join(2 * _SHUTDOWN_S)
+        with contextlib.suppress(TimeoutError):
+            self._loop.start(self._end()).result(2 * _SHUTDOWN_S)
 
-    def _call(self, function: Any) -> None:
-        """Call a function in the server's thread, unless it has ended."""
-        with contextlib.suppress(RuntimeError):
-            self._loop.call_soon_threadsafe(function)
-
-    def _announce(self) -> None:
-        """Let those look again who wait for a session."""
-        opened, self._opened = self._opened, asyncio.Event()
-        opened.set()
-
-    def _run(self) -> None:
-        with contextlib.closing(self._loop), contextlib.closing(self._socket):
-            asyncio.set_event_loop(self._loop)
-            self._loop.run_until_complete(self._serve())
-
-    async def _serve(self) -> None:
+    async def _open(self) -> tuple[asyncio.Server, web.AppRunner]:
+        """Start to listen."""
         app = web.Application(middlewares=[self._guard], client_max_size=MOST_BYTES)
         for prefix in ("/v1", "/v1/sessions/{name}"):
             app.router.add_get(f"{prefix}/models", self._models)
@@ -107,6 +91,7 @@ class Endpoint:
         await runner.setup()
         protocols = runner.server
         assert protocols is not None
+        loop = asyncio.get_running_loop()
 
         def connect() -> asyncio.Protocol:
             if len(protocols.connections) >= MOST_CONNECTIONS and not self._close_oldest_stranger():
@@ -114,14 +99,14 @@ class Endpoint:
             if len(self._strangers) > 2 * MOST_CONNECTIONS:
                 self._forget_strangers()
             protocol = protocols()
-            self._strangers[protocol] = self._loop.call_later(_BODY_S, self._close_stranger, protocol)
+            self._strangers[protocol] = loop.call_later(_BODY_S, self._close_stranger, protocol)
             return protocol
 
-        server = await self._loop.create_server(connect, sock=self._socket)
-        self._ready.set()
-        await self._stop.wait()
-        server.close()
-        await runner.cleanup()
+        return await loop.create_server(connect, sock=self._socket), runner
+
+    async def _end(self) -> None:
+        self._server.close()
+        await self._runner.cleanup()
 
     def _close_stranger(self, protocol: web.RequestHandler) -> None:
         """Close a connection, although its client may not read what was sent to it."""
@@ -170,11 +155,11 @@ class Endpoint:
 
     async def _take(self, request: web.Request) -> web.Response:
         """Give the next session, as soon as one is open; null after TAKE_S."""
-        end_s = self._loop.time() + TAKE_S
+        end_s = time.monotonic() + TAKE_S
         while True:
-            opened = self._opened
+            opened = self._sessions.opened
             session = self._sessions.take(self._owner(request))
-            left_s = end_s - self._loop.time()
+            left_s = end_s - time.monotonic()
             if session is not None or left_s <= 0 or _is_gone(request):
                 break
             with contextlib.suppress(TimeoutError):

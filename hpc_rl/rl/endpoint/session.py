@@ -2,32 +2,32 @@
 
 from __future__ import annotations
 
+import asyncio
 import secrets
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
 
-from hpc_rl.data.prompts import Prompt
 from hpc_rl.data.rows import Message
 from hpc_rl.environments.protocol import Outcome
-from hpc_rl.rl.conversations import Talks, turn_seed
+from hpc_rl.rl.converse.partner import Partner
+from hpc_rl.rl.converse.transcripts import Conversed
 from hpc_rl.rl.endpoint.answers import Answer
 from hpc_rl.rl.endpoint.messages import ChatRequest
 from hpc_rl.rl.rollout.engine import Completion, Sampling
-from hpc_rl.rl.transcripts import Transcript
+
+if TYPE_CHECKING:
+    from hpc_rl.rl.endpoint.sessions import Sessions
 
 
-@dataclass(eq=False)
-class Session:
+@dataclass(eq=False, kw_only=True)
+class Session(Partner):
     """A response that an agent obtains."""
 
-    found: Talks
-    index: int
-    prompt: Prompt
+    sessions: Sessions
+    """Those that it belongs to."""
     messages: list[Message]
     """Those of the prompt, from the data."""
-    wave: int
-    seed: int
-    sampling: Sampling
     name: str = field(default_factory=lambda: secrets.token_hex(16))
     """Nobody can guess it."""
     owner: str | None = None
@@ -36,7 +36,6 @@ class Session:
     """When it was taken, plus the time in which it has waited for the policy."""
     requested_s: float = 0.0
     """When the latest turn was requested."""
-    transcript: Transcript = field(init=False)
     earlier: list[Message] = field(default_factory=list)
     """The messages of the latest request that was answered, and the answer."""
     request: ChatRequest | None = None
@@ -46,17 +45,12 @@ class Session:
     requested_turns: int = 0
     turn: Completion | None = None
     """The latest."""
-    engine: int | None = None
-    """The one that generated it."""
-    calls: int = 0
-    bad_calls: int = 0
     is_full: bool = False
     """Whether the agent wanted to go on when no token was left."""
     outcome: Outcome | None = None
     """None until it has ended."""
-
-    def __post_init__(self) -> None:
-        self.transcript = Transcript(self.prompt.token_ids, self.sampling.max_new_tokens)
+    news: asyncio.Event = field(default_factory=asyncio.Event)
+    """A turn was requested, or the session has ended."""
 
     @property
     def is_busy(self) -> bool:
@@ -64,15 +58,28 @@ class Session:
         return self.transcript.turns < self.requested_turns
 
     def draw(self) -> tuple[int, Sampling]:
-        """Return seed and sampling of the next turn."""
-        most = self.transcript.left
-        if self.request is not None and self.request.max_tokens is not None:
+        """See Partner. A session that ends without a turn is a response without a score, and a response has a token."""
+        seed, sampling = super().draw()
+        most = sampling.max_new_tokens
+        if self.outcome is not None:
+            most = 1
+        elif self.request is not None and self.request.max_tokens is not None:
             most = min(most, self.request.max_tokens)
-        return turn_seed(self.seed, self.transcript.turns), replace(self.sampling, max_new_tokens=most)
+        return seed, replace(sampling, max_new_tokens=most)
 
-    def record(self) -> None:
-        """Record the response."""
+    async def next(self) -> bool:
+        """Wait for the agent. Return whether it has requested a turn; if not, the session has ended."""
+        await self.news.wait()
+        self.news.clear()
+        return self.is_busy
+
+    async def answer(self, turn: Completion) -> bool:
+        """See Partner."""
+        self.sessions.hear(self, turn)
+        return self.outcome is None and await self.next()
+
+    async def end(self) -> Conversed:
+        """See Partner."""
         assert self.turn is not None and self.outcome is not None
         finished = self.turn.finished and not self.is_full and self.outcome.error is None
-        own = (self.earlier, self.calls, self.bad_calls)
-        self.found.found[self.index] = self.transcript.joined(finished, self.outcome, *own)
+        return self.transcript.joined(finished, self.outcome, self.earlier, self.calls, self.bad_calls)

@@ -5,19 +5,17 @@
                       v        | answer
                       its turn is requested, and an engine generates it
 
-Agents call `take`, `chat` and `finish`, and the loop calls the other methods, from another thread. All of them hold one
-lock, which also protects the tokenizer.
+All methods are called in the event loop of the endpoint (see LoopThread), which also has the coroutine of each session:
+it is `converse` with the session as the partner. So nothing here needs a lock, and neither does the tokenizer.
 """
 
 from __future__ import annotations
 
+import asyncio
 import hmac
 import secrets
-import threading
 import time
-from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from contextlib import contextmanager
 from dataclasses import dataclass
 from heapq import heappop, heappush
 
@@ -26,12 +24,12 @@ import numpy as np
 from hpc_rl.data.rows import Message
 from hpc_rl.environments.protocol import Outcome
 from hpc_rl.environments.tool_calls import Call
+from hpc_rl.rl.converse.transcripts import Transcript
 from hpc_rl.rl.endpoint.answers import Answer
 from hpc_rl.rl.endpoint.messages import ChatRequest, Refusal, new_messages
 from hpc_rl.rl.endpoint.rendering import Rendering, one_line
 from hpc_rl.rl.endpoint.session import Session
 from hpc_rl.rl.rollout.engine import Completion
-from hpc_rl.rl.transcripts import Transcript
 
 _MOST_ENDED = 10_000
 """Ended sessions whose ends are remembered, for the answers to late requests."""
@@ -65,9 +63,8 @@ class Sessions:
     def __init__(self, rendering: Rendering, most_prompt: int, timeout_s: float, needs_reward: bool) -> None:
         self._rendering = rendering
         self._most_prompt, self._timeout_s, self._needs_reward = most_prompt, timeout_s, needs_reward
-        self._lock = threading.Lock()
-        self._news = threading.Event()
-        """Something for the loop has happened."""
+        self.opened = asyncio.Event()
+        """Is set when there are sessions to take, or none ever again; another event takes its place."""
         self._keys: dict[str, str] = {}
         """Who has a key: the key, and a name for messages."""
         self._used: set[str] = set()
@@ -78,21 +75,16 @@ class Sessions:
         self._taken: dict[str, Session] = {}
         self._past: dict[str, _Past] = {}
         """Sessions that have ended, by their names, oldest first."""
-        self._requested: list[Session] = []
-        self._ended: list[Session] = []
         self._heard_s = time.monotonic()
         """When an agent did something, or might have begun to."""
         self._is_closed = False
         self.rewarded = 0
         """Sessions that agents have ended."""
-        self.on_open: Callable[[], None] = lambda: None
-        """Called when there are sessions to take, or none ever again."""
 
     def admit(self, name: str) -> str:
         """Return a new key for an agent, whose name messages use."""
         key = secrets.token_hex(32)
-        with self._lock:
-            self._keys[key] = name
+        self._keys[key] = name
         return key
 
     def owner_of(self, authorization: str) -> str:
@@ -102,8 +94,7 @@ class Sessions:
             Refusal: there is none, or no agent has it.
         """
         given = authorization.removeprefix("Bearer ").encode(errors="surrogateescape")
-        with self._lock:
-            found = [key for key in self._keys if hmac.compare_digest(given, key.encode())]
+        found = [key for key in self._keys if hmac.compare_digest(given, key.encode())]
         if not found:
             raise _no_key()
         return found[0]
@@ -114,14 +105,12 @@ class Sessions:
         Returns:
             whether the agent has taken a session.
         """
-        with self._lock:
-            self._keys.pop(key, None)
-            for session in [each for each in self._taken.values() if each.owner == key]:
-                self._fail(session, reason)
-                self._heard_s = time.monotonic()
-            has_taken = key in self._used
-            self._used.discard(key)
-        self._news.set()
+        self._keys.pop(key, None)
+        for session in [each for each in self._taken.values() if each.owner == key]:
+            self._fail(session, reason)
+            self._heard_s = time.monotonic()
+        has_taken = key in self._used
+        self._used.discard(key)
         return has_taken
 
     def take(self, owner: str) -> Session | None:
@@ -130,25 +119,22 @@ class Sessions:
         Raises:
             Refusal: the run has ended, or the agent was dismissed while it waited.
         """
-        with self._lock:
-            self._refuse_if_closed()
-            if owner not in self._keys:
-                raise _no_key()
-            if not self._waiting:
-                return None
-            *_, session = heappop(self._waiting)
-            self._heard_s = session.taken_s = time.monotonic()
-            session.owner = owner
-            self._used.add(owner)
-            self._taken[session.name] = session
-            return session
+        self._refuse_if_closed()
+        if owner not in self._keys:
+            raise _no_key()
+        if not self._waiting:
+            return None
+        *_, session = heappop(self._waiting)
+        self._heard_s = session.taken_s = time.monotonic()
+        session.owner = owner
+        self._used.add(owner)
+        self._taken[session.name] = session
+        return session
 
     def put_back(self, session: Session) -> None:
         """Open a session again, because its agent did not get it."""
-        with self._lock:
-            if self._taken.pop(session.name, None) is not None:  # it may have failed meanwhile
-                self._open(session)
-        self.on_open()
+        if self._taken.pop(session.name, None) is not None:  # it may have failed meanwhile
+            self._open(session)
 
     def chat(self, owner: str, name: str, request: ChatRequest) -> Future[Answer]:
         """Request the next turn of the policy. A request that repeats the latest one gets the same answer.
@@ -156,10 +142,8 @@ class Sessions:
         Raises:
             Refusal: the request does not continue the conversation, or there is no such session.
         """
-        with self._changed():
-            session = self._of(owner, name)
-            if session.request is not None and session.reply is not None and request.repeats(session.request):
-                return session.reply
+        session = self._of(owner, name)
+        if session.request is None or session.reply is None or not request.repeats(session.request):
             if session.is_busy:
                 message = "the session has another request whose answer is not complete: wait for it"
                 raise Refusal(message, 409, "busy")
@@ -170,8 +154,9 @@ class Sessions:
             session.request, session.reply = request, Future()
             session.requested_turns += 1
             session.requested_s = time.monotonic()
-            self._requested.append(session)
-            return session.reply
+            session.news.set()
+        self._heard_s = time.monotonic()
+        return session.reply
 
     def finish(self, owner: str, name: str, outcome: Outcome) -> int:
         """End a session with its outcome, and return the number of its turns. The same end may come again: clients
@@ -180,101 +165,76 @@ class Sessions:
         Raises:
             Refusal: a turn is being generated, the reward is missing, or there is no such session.
         """
-        with self._changed():
-            past = self._past.get(name)
-            if past is not None and (past.owner, past.given) == (owner, outcome):
-                return past.turns
-            session, given = self._of(owner, name), outcome
-            if session.is_busy and outcome.error is None:
-                message = "a turn of the session is being generated: wait for its answer before you end the session"
-                raise Refusal(message, 409, "busy")
-            if self._needs_reward and outcome.score is None and outcome.error is None:
-                message = 'the body has no reward, and no reward is set (reward.*): send {"reward": 1.0}'
-                raise Refusal(message, code="no_reward")
-            if session.turn is None and outcome.error is None:
-                outcome = Outcome(None, error="the agent ended the session without a turn of the policy")
-            self.rewarded += outcome.error is None
-            self._end(session, outcome, "the agent has ended it", given)
-            return session.transcript.turns
+        past = self._past.get(name)
+        if past is not None and (past.owner, past.given) == (owner, outcome):
+            self._heard_s = time.monotonic()
+            return past.turns
+        session, given = self._of(owner, name), outcome
+        if session.is_busy and outcome.error is None:
+            message = "a turn of the session is being generated: wait for its answer before you end the session"
+            raise Refusal(message, 409, "busy")
+        if self._needs_reward and outcome.score is None and outcome.error is None:
+            message = 'the body has no reward, and no reward is set (reward.*): send {"reward": 1.0}'
+            raise Refusal(message, code="no_reward")
+        if session.turn is None and outcome.error is None:
+            outcome = Outcome(None, error="the agent ended the session without a turn of the policy")
+        self.rewarded += outcome.error is None
+        self._end(session, outcome, "the agent has ended it", given)
+        self._heard_s = time.monotonic()
+        return session.transcript.turns
 
     def open(self, session: Session) -> None:
         """Let agents take a session."""
-        with self._lock:
-            if not self._waiting and not self._taken:
-                self._heard_s = time.monotonic()
-            self._open(session)
-        self.on_open()
+        if not self._waiting and not self._taken:
+            self._heard_s = time.monotonic()
+        self._open(session)
 
-    def requested(self) -> list[Session]:
-        """Return the sessions whose next turn an agent has requested, each once."""
-        with self._lock:
-            found, self._requested = self._requested, []
-            return found
-
-    def add_turn(self, session: Session, turn: Completion, engine: int) -> None:
-        """Add the turn that was requested, and answer the request."""
-        with self._lock:
-            self._heard_s = time.monotonic()  # from now on, it is the agent that has to do something
-            session.taken_s += self._heard_s - session.requested_s  # the time of the policy is not the agent's
-            session.transcript.add_turn(turn)
-            session.turn, session.engine = turn, engine
-            if session.outcome is not None:  # it has failed meanwhile
-                self._ended.append(session)
-            elif session.request is not None and session.reply is not None:
-                try:
-                    answer = self._answer(session, session.request, turn)
-                except Exception as error:  # noqa: BLE001 - a parser of tool calls may raise anything
-                    self._fail(session, f"the policy's turn cannot be sent: {one_line(error)}")
-                    return
-                session.earlier = [*session.request.messages, answer.message]
-                session.reply.set_result(answer)
-
-    def ended(self) -> list[Session]:
-        """Return the sessions that have ended and whose turns are complete, each once."""
-        with self._lock:
-            found, self._ended = self._ended, []
-            return found
+    def hear(self, session: Session, turn: Completion) -> None:
+        """Answer the request of a session with the turn that was generated for it."""
+        self._heard_s = time.monotonic()  # from now on, it is the agent that has to do something
+        session.taken_s += self._heard_s - session.requested_s  # the time of the policy is not the agent's
+        session.turn = turn
+        if session.outcome is not None or session.request is None or session.reply is None or session.reply.done():
+            return  # the session or the run has ended meanwhile
+        try:
+            answer = self._answer(session, session.request, turn)
+        except Exception as error:  # noqa: BLE001 - a parser of tool calls may raise anything
+            self._fail(session, f"the policy's turn cannot be sent: {one_line(error)}")
+            return
+        session.earlier = [*session.request.messages, answer.message]
+        session.reply.set_result(answer)
 
     def expire(self, now_s: float) -> None:
         """End the sessions that have taken too long. While one waits for the policy, it does not end."""
-        with self._lock:
-            taken = [each for each in self._taken.values() if not each.is_busy]
-            late = [each for each in taken if now_s - each.taken_s > self._timeout_s]
-            for session in late:
-                self._heard_s = now_s
-                self._fail(session, f"the agent took over {self._timeout_s:g} s (agent.timeout_s)")
-            if self._waiting and now_s - self._heard_s > self._timeout_s:
-                waiting, self._waiting = self._waiting, []
-                for *_, session in waiting:
-                    reason = f"no agent took the session, and none did anything for {self._timeout_s:g} s"
-                    self._fail(session, f"{reason} (agent.timeout_s)")
-
-    def wait(self, timeout_s: float) -> None:
-        """Wait until an agent has done something, at most this long."""
-        self._news.wait(timeout_s)
-        self._news.clear()
+        taken = [each for each in self._taken.values() if not each.is_busy]
+        late = [each for each in taken if now_s - each.taken_s > self._timeout_s]
+        for session in late:
+            self._heard_s = now_s
+            self._fail(session, f"the agent took over {self._timeout_s:g} s (agent.timeout_s)")
+        if self._waiting and now_s - self._heard_s > self._timeout_s:
+            waiting, self._waiting = self._waiting, []
+            for *_, session in waiting:
+                reason = f"no agent took the session, and none did anything for {self._timeout_s:g} s"
+                self._fail(session, f"{reason} (agent.timeout_s)")
 
     def close(self) -> None:
         """Refuse all requests from now on, and those that wait."""
-        with self._lock:
-            self._is_closed = True
-            for session in self._taken.values():
-                if session.reply is not None and not session.reply.done():
-                    session.reply.set_exception(_run_has_ended())
-        self.on_open()
-
-    @contextmanager
-    def _changed(self) -> Iterator[None]:
-        """Hold the lock for something that an agent does."""
-        with self._lock:
-            yield
-            self._heard_s = time.monotonic()
-        self._news.set()
+        self._is_closed = True
+        for session in self._taken.values():
+            if session.reply is not None and not session.reply.done():
+                session.reply.set_exception(_run_has_ended())
+        self._announce()
 
     def _open(self, session: Session) -> None:
         session.owner = None
         self._opened += 1
         heappush(self._waiting, (session.wave, self._opened, session))
+        self._announce()
+
+    def _announce(self) -> None:
+        """Let those look again who wait for a session."""
+        opened, self.opened = self.opened, asyncio.Event()
+        opened.set()
 
     def _refuse_if_closed(self) -> None:
         if self._is_closed:
@@ -348,8 +308,7 @@ class Sessions:
         if session.reply is not None and not session.reply.done():
             message = f"session {session.name} has ended: {reason}; take another one"
             session.reply.set_exception(Refusal(message, 410, "session_ended"))
-        if not session.is_busy:
-            self._ended.append(session)
+        session.news.set()
 
 
 def _no_key() -> Refusal:

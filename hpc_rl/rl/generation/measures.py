@@ -8,10 +8,10 @@ from collections.abc import Iterable, Mapping, Sequence
 import numpy as np
 
 from hpc_rl.rewards.scorer import Scores
+from hpc_rl.rl.converse.transcripts import Conversed
 from hpc_rl.rl.generation.responses import FAILED, TRUNCATED, Measures, finish_of
 from hpc_rl.rl.metrics import conversation_metrics
 from hpc_rl.rl.rollout.engine import Completion
-from hpc_rl.rl.transcripts import Conversed
 
 REWARD_ERRORS = "generate/reward_errors"
 _ADDED = (REWARD_ERRORS, "environment/errors")

@@ -22,9 +22,9 @@ from hpc_rl.errors import UserError
 from hpc_rl.host.files import read_json, replacing, write_atomically, write_jsonl, writing
 from hpc_rl.rewards.scorer import Scores
 from hpc_rl.rl.batches import score_or_none
+from hpc_rl.rl.converse.transcripts import Conversed
 from hpc_rl.rl.generation.plan import Asked, Block, Plan
 from hpc_rl.rl.rollout.engine import Completion
-from hpc_rl.rl.transcripts import Conversed
 from hpc_rl.run_dir import RunDir
 
 Row = dict[str, Any]

@@ -16,7 +16,8 @@ from hpc_rl.data.chat import chat_template, template_remarks
 from hpc_rl.data.lazy import Subsequence
 from hpc_rl.rewards.scorer import open_scorer
 from hpc_rl.rl.calls import MODEL_LIMIT, wait_for_all
-from hpc_rl.rl.conversations import Conversations, Environment
+from hpc_rl.rl.converse.conversations import Conversations
+from hpc_rl.rl.converse.environment import Environment
 from hpc_rl.rl.environment_hosts import open_environments
 from hpc_rl.rl.generation.feeder import Feeder
 from hpc_rl.rl.generation.generate import Generation

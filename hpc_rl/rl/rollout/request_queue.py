@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 import ray
@@ -26,7 +26,7 @@ from hpc_rl.rl.calls import MODEL_LIMIT, ActorCall, Pending
 from hpc_rl.rl.fates import ActorDiedError
 from hpc_rl.rl.rollout.dispatch import Dispatch
 from hpc_rl.rl.rollout.engine import Completion, Progress, Request
-from hpc_rl.rl.rollout.respondent import Samplings
+from hpc_rl.rl.rollout.respondent import TURN_S, Respondent, Samplings
 from hpc_rl.rl.weights.base import EngineActors
 from hpc_rl.training.perf import Spans
 
@@ -35,8 +35,6 @@ SLICE_S = 0.1
 CALLS_PER_S = 200
 """Most calls to all engines together: with many engines, the slices are longer. A call takes 1.4 ms of the driver."""
 CALLS_AHEAD = 2
-TURN_S = 0.5
-"""Longest time of a turn of `wait`, between two looks at what else the caller waits for."""
 
 
 @dataclass
@@ -59,7 +57,7 @@ class Asked:
         return [self.found[request.number] for request in self.requests]
 
 
-class RequestQueue:
+class RequestQueue(Respondent):
     """All engines of a run, as one queue.
 
     Args:
@@ -154,15 +152,6 @@ class RequestQueue:
     def loaded(self) -> list[int]:
         """The engines that have loaded their models: those that get requests, and those that wait for `restore`."""
         return sorted([*self._dispatch.available, *self.started])
-
-    def wait(self, asked: Sequence[Asked]) -> None:
-        """Wait until all these responses are complete. See `turn`."""
-        left = deque(asked)
-        while left:
-            while left and left[0].is_complete:
-                left.popleft()
-            if left:
-                self.turn(TURN_S)
 
     def pause(self) -> None:
         """Wait until no engine generates. Requests that are not complete stay where they are."""

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Protocol
 
 from hpc_rl.data.prompts import Prompt
 from hpc_rl.rl.rollout.engine import Completion, Sampling
 
 Samplings = Sequence[tuple[int, Sampling]]
 """Seed and sampling of each response to a prompt."""
+TURN_S = 0.5
+"""Longest time of a turn, between two looks at what else the caller waits for."""
 
 
 class Responses(Protocol):
@@ -26,7 +29,7 @@ class Responses(Protocol):
 
 
 class Respondent(Protocol):
-    """What responds to prompts: the RequestQueue with one turn, `hpc_rl.rl.conversations.Conversations` with several.
+    """What responds to prompts: the RequestQueue with one turn, Conversations and Agents with several.
 
     Its calls may come from any thread, but only from one at a time.
     """
@@ -36,13 +39,24 @@ class Respondent(Protocol):
         ...
 
     def turn(self, timeout_s: float) -> None:
-        """Let the engines generate until they have completed something, at most this long."""
-        ...
+        """Let the engines generate until they have completed something, at most this long.
 
-    def wait(self, asked: Sequence[Any]) -> None:
-        """Wait until all these Responses of its own are complete."""
+        Raises:
+            UserError: an engine refused a request, or too many could not start in the place of another.
+            RunError: too many engines have died, one takes too long to start, or what converses with the model cannot
+                go on.
+        """
         ...
 
     def pause(self) -> None:
         """Wait until no engine generates. What is not complete stays where it is."""
         ...
+
+    def wait(self, asked: Sequence[Responses]) -> None:
+        """Wait until all these responses of its own are complete. See `turn`."""
+        left = deque(asked)
+        while left:
+            while left and left[0].is_complete:
+                left.popleft()
+            if left:
+                self.turn(TURN_S)

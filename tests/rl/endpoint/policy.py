@@ -3,66 +3,24 @@
 from __future__ import annotations
 
 import json
-import random
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from itertools import count
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from openai import OpenAI
 
 from hpc_rl.config.ppo import PpoConfig
-from hpc_rl.data.prompts import Prompt, prompt_tokenizer
+from hpc_rl.data.prompts import prompt_tokenizer
 from hpc_rl.rl.endpoint.agents import Agents
-from hpc_rl.rl.rollout.engine import Completion, Request, Sampling, Span
-from hpc_rl.rl.rollout.request_queue import Asked
-from hpc_rl.rl.rollout.respondent import Samplings
+from hpc_rl.rl.rollout.engine import Sampling
 from hpc_rl.run_dir import RunDir
 from tests.rl.ppo_config import ppo_config
+from tests.rl.scripted import Scripted
 
 DEADLINE_S = 600
 LONG = ("data.max_response_length=2000", "data.max_prompt_length=2000", "trainer.micro_tokens=4000")
-
-
-class Scripted:
-    """A RequestQueue whose policy writes the next of the row's turns, letter by letter, as no tokenizer would.
-
-    A turn that is too long is cut off. While `holds` is set, no turn is completed.
-    """
-
-    def __init__(self, tokenizer: Any) -> None:
-        self._tokenizer = tokenizer
-        self._numbers = count()
-        self._random = random.Random(0)
-        self._open: list[tuple[Asked, Request, Prompt, int]] = []
-        self.asked: list[tuple[Prompt, list[tuple[int, Sampling]], int, int | None]] = []
-        self.holds = threading.Event()
-
-    def ask(self, prompt: Prompt, draws: Samplings, wave: int = 0, after: int | None = None) -> Asked:
-        self.asked.append((prompt, list(draws), wave, after))
-        asked = Asked([Request(next(self._numbers), prompt.token_ids, *draw) for draw in draws])
-        engine = self._random.randrange(100) if after is None else after
-        self._open += [(asked, request, prompt, engine) for request in asked.requests]
-        return asked
-
-    def turn(self, timeout_s: float) -> None:
-        if self.holds.is_set():
-            threading.Event().wait(0.01)
-            return
-        asked, request, prompt, engine = self._open.pop(self._random.randrange(len(self._open)))
-        number = self._tokenizer.decode(request.prompt).count("<|im_start|>assistant") - 1
-        text, most = prompt.row["turns"][number], request.sampling.max_new_tokens
-        ids = [token for letter in text for token in self._tokenizer(letter)["input_ids"]]
-        ids = [*ids, self._tokenizer.eos_token_id][:most]
-        finished = len(text) < most
-        found = Completion(np.array(ids, np.int32), -np.ones(len(ids), np.float32), finished, (Span(3, len(ids)),))
-        asked.found[request.number], asked.engines[request.number] = found, engine
-
-    def pause(self) -> None:
-        pass
 
 
 class Loop:
@@ -112,7 +70,7 @@ class Loop:
                     self.agents.turn(0.05)
             except Exception as error:  # noqa: BLE001 - the test gets it
                 self.error = error
-                self.agents.sessions.close()  # so that no agent waits for an answer
+                self.agents.loop.ask(self.agents.sessions.close)  # so that no agent waits for an answer
                 return
 
 

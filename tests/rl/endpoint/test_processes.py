@@ -7,6 +7,7 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from hpc_rl.config.agent import AgentConfig
 from hpc_rl.errors import RunError, UserError
 from hpc_rl.rl.endpoint import processes
 from hpc_rl.rl.endpoint.processes import AgentProcesses, agent_environment
+from hpc_rl.rl.loop_thread import LoopThread
 from tests.rl.endpoint.policy import DEADLINE_S, looping
 
 AGENT = """
@@ -73,13 +75,16 @@ def is_gone(pid: int) -> bool:
 
 
 @contextmanager
-def started(logs: Path, *command: str, keys: Any = None) -> Iterator[AgentProcesses]:
+def started(logs: Path, *command: str, keys: Any = None) -> Iterator[Future[None]]:
+    """Start a process again and again; yield what raises when it fails again and again."""
     config = AgentConfig(endpoint="loopback", command=list(command))
+    loop = LoopThread("sessions")
     found = AgentProcesses(config, "http://127.0.0.1:1/v1", keys or Keys(), logs)
     try:
-        yield found
+        yield loop.start(found.serve())
     finally:
-        found.close()
+        loop.start(found.close()).result(DEADLINE_S)
+        loop.close()
 
 
 def test_an_agent_gets_the_address_without_a_proxy() -> None:
@@ -94,10 +99,11 @@ def test_an_agent_gets_the_address_without_a_proxy() -> None:
 def test_an_agent_that_fails_again_and_again_ends_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(processes, "_PAUSE_S", 0.0)
     keys = Keys()
-    with started(tmp_path, "sh", "-c", "echo no disk; exit 4", keys=keys) as found:
-        wait_for(lambda: found._error)
-        with pytest.raises(RunError, match=r"agent.command failed 3 times in a row.*\n(    no disk\n){2}    no disk"):
-            found.check()
+    with (
+        started(tmp_path, "sh", "-c", "echo no disk; exit 4", keys=keys) as served,
+        pytest.raises(RunError, match=r"agent.command failed 3 times in a row.*\n(    no disk\n){2}    no disk"),
+    ):
+        served.result(DEADLINE_S)
     assert keys.dismissed == ["agent 0 ended with exit code 4"] * 3
 
 
@@ -110,9 +116,9 @@ def test_an_agent_that_gets_on_may_fail(tmp_path: Path, monkeypatch: pytest.Monk
             return super().dismiss(key, reason)
 
     keys = Rewarded()
-    with started(tmp_path, "false", keys=keys) as found:
+    with started(tmp_path, "false", keys=keys) as served:
         wait_for(lambda: len(keys.dismissed) > 2 * processes.MOST_FAILURES)
-        found.check()
+        assert not served.done()
 
 
 @pytest.mark.parametrize("has_taken", [True, False])
@@ -122,32 +128,27 @@ def test_an_agent_that_ends_well_is_started_again(
     monkeypatch.setattr(processes, "_PAUSE_S", 0.0)
     keys = Keys()
     keys.has_taken = has_taken
-    with started(tmp_path, "true", keys=keys) as found:
+    with started(tmp_path, "true", keys=keys) as served:
         wait_for(lambda: len(keys.dismissed) > processes.MOST_FAILURES)
-        found.check()
+        assert not served.done()
     warning = "warning: agent 0 ended with exit code 0 before it took a session, and is started again"
     assert capsys.readouterr().out.count(warning) == (not has_taken)
 
 
 def test_only_failures_of_one_process_in_a_row_end_the_run(tmp_path: Path) -> None:
-    with started(tmp_path) as found:
-        agents = [0, 1, 2, 0, 1, 2]
-        assert not any(found._fails_again(number, "it failed", tmp_path / "log") for number in agents)
-        found.check()
-        assert found._fails_again(1, "it failed", tmp_path / "log")
-        with pytest.raises(RunError, match=r"agent.command failed 3 times in a row"):
-            found.check()
+    found = AgentProcesses(AgentConfig(endpoint="loopback"), "", Keys(), tmp_path)  # type: ignore[arg-type]
+    for number in (0, 1, 2, 0, 1, 2):
+        found._count_failure(number, "it failed", tmp_path / "log")
+    with pytest.raises(RunError, match=r"agent.command failed 3 times in a row"):
+        found._count_failure(1, "it failed", tmp_path / "log")
 
 
 def test_an_agent_whose_output_cannot_be_written_ends_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(processes, "_PAUSE_S", 0.0)
     keys = Keys()
-    with started(tmp_path / "missing", "true", keys=keys) as found:
-        wait_for(lambda: found._error)
-        with pytest.raises(
-            RunError, match=r"agent 0 cannot be started: \[Errno 2\] No such file or directory: .*missing"
-        ):
-            found.check()
+    problem = r"agent 0 cannot be started: \[Errno 2\] No such file or directory: .*missing"
+    with started(tmp_path / "missing", "true", keys=keys) as served, pytest.raises(RunError, match=problem):
+        served.result(DEADLINE_S)
     assert len(keys.dismissed) == 3
 
 
@@ -156,10 +157,9 @@ def test_a_command_that_does_not_exist(tmp_path: Path) -> None:
         AgentProcesses(AgentConfig(endpoint="loopback", command=["no-such-agent"]), "", Keys(), tmp_path)  # type: ignore[arg-type]
     (tmp_path / "agent").write_bytes(b"\x7fELF")
     (tmp_path / "agent").chmod(0o755)
-    with started(tmp_path, str(tmp_path / "agent")) as found:
-        wait_for(lambda: found._error)
-        with pytest.raises(RunError, match=r"agent cannot be started: Exec format error"):
-            found.check()
+    problem = r"agent cannot be started: Exec format error"
+    with started(tmp_path, str(tmp_path / "agent")) as served, pytest.raises(RunError, match=problem):
+        served.result(DEADLINE_S)
 
 
 def test_an_agent_of_the_run(

@@ -16,7 +16,7 @@ from urllib.parse import urlsplit
 import openai
 import pytest
 
-from hpc_rl.rl.conversations import turn_seed
+from hpc_rl.rl.converse.partner import turn_seed
 from hpc_rl.rl.endpoint import server
 from hpc_rl.rl.metrics import conversation_metrics
 from tests.rl.endpoint.policy import DEADLINE_S, Loop, client, looping, reward, take
@@ -40,6 +40,10 @@ def chat(of: openai.OpenAI, messages: list[Any], **options: Any) -> Any:
 
 def said(found: Any) -> str:
     return str(found.choices[0].message.content)
+
+
+def admitted(loop: Loop, name: str) -> str:
+    return loop.agents.loop.ask(lambda: loop.agents.sessions.admit(name))
 
 
 def test_an_agent_with_a_tool_of_its_own(loop: Loop, tokenizer: Any, tmp_path: Path) -> None:
@@ -163,7 +167,7 @@ def test_requests_that_are_no_agents_are_refused(loop: Loop, tmp_path: Path) -> 
     for key in ("x", json.loads((tmp_path / "endpoint.json").read_text())["api_key"][:-1]):
         with pytest.raises(openai.AuthenticationError, match="the request has no valid key"):
             take(client(tmp_path, api_key=key))
-    foreign = loop.agents.sessions.admit("another")
+    foreign = admitted(loop, "another")
     for name, key in ((session["id"], foreign), ("x" * 32, None)):
         other = client(
             tmp_path,
@@ -292,6 +296,10 @@ def test_limits_of_tokens(tokenizer: Any, tmp_path: Path) -> None:
     assert max(len(one.token_ids) for one in found) <= 40
 
 
+def expire(loop: Loop, now_s: float) -> None:
+    loop.agents.loop.ask(lambda: loop.agents.sessions.expire(now_s))
+
+
 def test_sessions_that_have_no_score(tokenizer: Any, tmp_path: Path) -> None:
     with looping(tokenizer, tmp_path, f"agent.timeout_s={DEADLINE_S}") as loop:
         asked = loop.ask(*[{"turns": ["end"]}] * 4)
@@ -301,11 +309,11 @@ def test_sessions_that_have_no_score(tokenizer: Any, tmp_path: Path) -> None:
         assert reward(run, no_turn, 1)["turns"] == 0
         run.post(f"/sessions/{gives_up['id']}/reward", cast_to=object, body={"error": "no\n disk"})
         now_s = time.monotonic()
-        loop.agents.sessions.expire(now_s + DEADLINE_S + 10)
+        expire(loop, now_s + DEADLINE_S + 10)
         with pytest.raises(openai.APIStatusError, match=r"the agent took over 600 s"):
             reward(run, hangs, 1)
         assert not asked[3].is_complete
-        loop.agents.sessions.expire(now_s + 3 * DEADLINE_S)
+        expire(loop, now_s + 3 * DEADLINE_S)
         found = loop.found(asked)
     assert [one.outcome.error for one in found] == [
         "the agent ended the session without a turn of the policy",
@@ -324,7 +332,7 @@ def test_an_end_that_is_repeated_counts_once(loop: Loop, tmp_path: Path) -> None
     chat(client(tmp_path, session), [ASK])
     assert reward(run, session, 1) == reward(run, session, 1) == {"id": session["id"], "turns": 1, "reward": 1}
     assert loop.agents.sessions.rewarded == 1
-    foreign = client(tmp_path, api_key=loop.agents.sessions.admit("another"))
+    foreign = client(tmp_path, api_key=admitted(loop, "another"))
     with pytest.raises(openai.APIStatusError, match="has ended: the agent has ended it"):
         reward(foreign, session, 1)
     gives_up = take(run)
@@ -367,9 +375,9 @@ def test_ipv6(loop: Loop) -> None:
         socket.create_server(("::1", 0), family=socket.AF_INET6).close()
     except OSError:
         pytest.skip("this machine has no IPv6")
-    endpoint = server.Endpoint(loop.agents.sessions, "::1", 600)
+    endpoint = server.Endpoint(loop.agents.sessions, loop.agents.loop, "::1", 600)
     try:
-        key = loop.agents.sessions.admit("an agent")
+        key = admitted(loop, "an agent")
         run = openai.OpenAI(base_url=endpoint.base_url, api_key=key, timeout=DEADLINE_S)
         assert endpoint.base_url.startswith("http://[::1]:") and [one.id for one in run.models.list()] == ["policy"]
     finally:

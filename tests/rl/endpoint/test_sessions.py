@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from typing import Any
 
@@ -10,7 +11,6 @@ import pytest
 
 from hpc_rl.data.prompts import Prompt
 from hpc_rl.environments.protocol import Outcome
-from hpc_rl.rl.conversations import Talks
 from hpc_rl.rl.endpoint import sessions as module
 from hpc_rl.rl.endpoint.messages import Refusal, read_chat
 from hpc_rl.rl.endpoint.rendering import Rendering
@@ -31,7 +31,7 @@ def sessions(tokenizer: Any) -> Sessions:
 
 def opened(sessions: Sessions, wave: int = 0) -> Session:
     prompt = Prompt(np.arange(5, dtype=np.int32), "3", {}, "")
-    session = Session(Talks(1), 0, prompt, [ASK], wave, seed=1, sampling=Sampling(50))
+    session = Session(prompt=prompt, wave=wave, seed=1, sampling=Sampling(50), sessions=sessions, messages=[ASK])
     sessions.open(session)
     return session
 
@@ -44,9 +44,15 @@ def taken(sessions: Sessions, key: str) -> Session:
 
 def turn(sessions: Sessions, session: Session) -> None:
     """Let an engine generate the turn that was requested."""
-    assert session in sessions.requested()
+    assert session.is_busy
     found = Completion(np.array([7, 0], np.int32), np.zeros(2, np.float32), True, (Span(0, 2),))
-    sessions.add_turn(session, found, 0)
+    session.transcript.add_turn(found)
+    sessions.hear(session, found)
+
+
+def has_ended(session: Session) -> bool:
+    """Return whether a session has ended, and its turns are complete."""
+    return session.outcome is not None and not session.is_busy
 
 
 def test_sessions_are_taken_by_wave_and_then_in_order(sessions: Sessions) -> None:
@@ -65,7 +71,7 @@ def test_a_session_may_be_put_back(sessions: Sessions) -> None:
     taken(sessions, key)
     sessions.dismiss(key, "agent 0 ended")
     sessions.put_back(other)
-    assert sessions.take(later) is None and sessions.ended() == [other], "it has failed before"
+    assert sessions.take(later) is None and has_ended(other), "it has failed before"
     with pytest.raises(Refusal, match=r"the request has no valid key"):
         sessions.take(key)
 
@@ -83,12 +89,12 @@ def test_an_agent_that_ends_takes_only_its_own_sessions_along(sessions: Sessions
     assert sessions.owner_of(f"Bearer {keys[1]}") == keys[1]
     with pytest.raises(Refusal, match=r"has ended: agent 0 ended with exit code 1; take another one"):
         reply.result(0)
-    assert sessions.ended() == [], "its turn is not complete"
+    assert not has_ended(first), "its turn is not complete"
     turn(sessions, first)
-    assert sessions.ended() == [first] and sessions.ended() == []
+    assert has_ended(first) and not has_ended(second)
     assert first.outcome == Outcome(None, error="agent 0 ended with exit code 1") and second.outcome is None
-    first.record()
-    assert first.found.found[0].token_ids.tolist() == [7, 0] and not first.found.found[0].finished
+    response = asyncio.run(first.end())
+    assert response.token_ids.tolist() == [7, 0] and not response.finished
 
 
 def test_sessions_that_wait_end_only_if_no_agent_does_anything(sessions: Sessions) -> None:
@@ -97,13 +103,13 @@ def test_sessions_that_wait_end_only_if_no_agent_does_anything(sessions: Session
     taken(sessions, key)
     now_s = time.monotonic()
     sessions.expire(now_s + TIMEOUT_S - 10)
-    assert sessions.ended() == []
+    assert not has_ended(first) and not has_ended(waiting)
     sessions.expire(now_s + TIMEOUT_S + 10)
-    assert sessions.ended() == [first], "an agent was busy with the first one"
+    assert has_ended(first) and not has_ended(waiting), "an agent was busy with the first one"
     sessions.expire(now_s + 2 * TIMEOUT_S - 10)
-    assert sessions.ended() == []
+    assert not has_ended(waiting)
     sessions.expire(now_s + 2 * TIMEOUT_S + 30)
-    assert sessions.ended() == [waiting] and sessions.take(key) is None
+    assert has_ended(waiting) and sessions.take(key) is None
     assert first.outcome == Outcome(None, error="the agent took over 600 s (agent.timeout_s)")
 
 
@@ -114,7 +120,7 @@ def test_agents_that_only_come_and_go_do_nothing(sessions: Sessions, monkeypatch
         monkeypatch.setattr(module.time, "monotonic", lambda minute=minute: now_s + 60 * minute)
         assert not sessions.dismiss(key, "agent 0 ended with exit code 0")
     sessions.expire(now_s + TIMEOUT_S + 10)
-    assert sessions.ended() == [waiting]
+    assert has_ended(waiting)
     key = sessions.admit("an agent")
     opened(sessions)
     taken(sessions, key)
@@ -136,9 +142,9 @@ def test_the_time_of_the_policy_is_not_the_agents(sessions: Sessions, monkeypatc
     at(5000)
     turn(sessions, session)
     at(5490)
-    assert sessions.ended() == []
+    assert not has_ended(session)
     at(5510)
-    assert sessions.ended() == [session]
+    assert has_ended(session)
 
 
 def test_an_agent_may_give_up_while_the_policy_writes(sessions: Sessions) -> None:
@@ -151,9 +157,9 @@ def test_an_agent_may_give_up_while_the_policy_writes(sessions: Sessions) -> Non
     sessions.finish(key, session.name, Outcome(None, error="too slow"))
     with pytest.raises(Refusal, match="has ended: the agent has ended it"):
         reply.result(0)
-    assert sessions.ended() == []
+    assert not has_ended(session)
     turn(sessions, session)
-    assert sessions.ended() == [session] and session.outcome == Outcome(None, error="too slow")
+    assert has_ended(session) and session.outcome == Outcome(None, error="too slow")
 
 
 def test_a_session_counts_for_the_agents_only_with_its_reward(sessions: Sessions) -> None:
@@ -166,7 +172,7 @@ def test_a_session_counts_for_the_agents_only_with_its_reward(sessions: Sessions
     sessions.finish(key, session.name, Outcome(1.0))
     assert sessions.rewarded == 1
     sessions.finish(key, failed.name, Outcome(None, error="no disk"))
-    assert sessions.rewarded == 1 and sessions.ended() == [session, failed]
+    assert sessions.rewarded == 1 and has_ended(session) and has_ended(failed)
 
 
 def test_turns_are_as_long_as_the_agent_and_the_run_allow(sessions: Sessions) -> None:

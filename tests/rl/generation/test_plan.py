@@ -22,11 +22,11 @@ from hpc_rl.data.prompts import Prompt
 from hpc_rl.environments.protocol import Outcome
 from hpc_rl.errors import RunError, UserError
 from hpc_rl.rewards.scorer import Scores
+from hpc_rl.rl.converse.transcripts import Conversed
 from hpc_rl.rl.generation.plan import Block, Source, blocks_of, make_plan, seeds_of
 from hpc_rl.rl.generation.responses import Parts, finish_of, read_responses, response_rows
 from hpc_rl.rl.generation.setup import described_engine
 from hpc_rl.rl.rollout.engine import Completion
-from hpc_rl.rl.transcripts import Conversed
 from hpc_rl.run_dir import RunDir
 
 REQUIRED = ("model.path=/model", "data.files=a.jsonl", "trainer.device=cpu", "data.prompt_key=q", "data.answer_key=a")

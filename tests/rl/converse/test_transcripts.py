@@ -7,9 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hpc_rl.environments.protocol import Outcome
+from hpc_rl.rl.converse.transcripts import Transcript
 from hpc_rl.rl.experience import new_experience
 from hpc_rl.rl.rollout.engine import Completion, Span
-from hpc_rl.rl.transcripts import Transcript
 
 PROMPT = np.array([7, 8], np.int32)
 OUTCOME = Outcome(1.0)

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import random
+import time
 from collections.abc import Iterator, Sequence
-from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -14,16 +13,17 @@ import pytest
 from hpc_rl.config.ppo import PpoConfig
 from hpc_rl.data.prompts import Prompt, prompt_tokenizer
 from hpc_rl.errors import UserError
-from hpc_rl.rl.conversations import Conversations, Environment, turn_seed
+from hpc_rl.rl.converse.conversations import Conversations
+from hpc_rl.rl.converse.environment import Environment
+from hpc_rl.rl.converse.partner import turn_seed
+from hpc_rl.rl.converse.transcripts import Conversed
 from hpc_rl.rl.environment_hosts import open_environments
 from hpc_rl.rl.metrics import conversation_metrics
-from hpc_rl.rl.rollout.engine import Completion, Request, Sampling, Span
-from hpc_rl.rl.rollout.request_queue import Asked
-from hpc_rl.rl.rollout.respondent import Samplings
-from hpc_rl.rl.transcripts import Conversed
+from hpc_rl.rl.rollout.engine import Completion, Sampling
 from tests.environments.templates import CHATML, OPENS_THINKING, QWEN3_WITHOUT_SWITCH
 from tests.helpers import make_tokenizer
 from tests.rl.ppo_config import ppo_config
+from tests.rl.scripted import Scripted
 
 OWN = r'''
 import time
@@ -68,45 +68,8 @@ class Own:
         return {"score": self.total, "said": len(self.said)}
 '''
 CALL = '<tool_call>{"name": "add", "arguments": {"x": %d}}</tool_call>'
+DEADLINE_S = 600
 LONG = "data.max_response_length=2000", "data.max_prompt_length=2000", "trainer.micro_tokens=4000"
-
-
-class Model:
-    """A RequestQueue whose model writes the next of the row's turns. Each of its calls completes one of the requests.
-
-    A turn that is too long is cut off.
-    """
-
-    capacity = 4
-
-    def __init__(self, tokenizer: Any, seed: int = 0) -> None:
-        self._tokenizer = tokenizer
-        self._numbers = count()
-        self._random = random.Random(seed)
-        self._open: list[tuple[Asked, Request, Prompt, int]] = []
-        self.asked: list[tuple[Prompt, list[tuple[int, Sampling]], int, int | None]] = []
-        self.is_paused = False
-
-    def ask(self, prompt: Prompt, draws: Samplings, wave: int = 0, after: int | None = None) -> Asked:
-        self.asked.append((prompt, list(draws), wave, after))
-        asked = Asked([Request(next(self._numbers), prompt.token_ids, *draw) for draw in draws])
-        engine = self._random.randrange(100) if after is None else after
-        self._open += [(asked, request, prompt, engine) for request in asked.requests]
-        return asked
-
-    def turn(self, timeout_s: float) -> None:
-        asked, request, prompt, engine = self._open.pop(self._random.randrange(len(self._open)))
-        number = self._tokenizer.decode(request.prompt).count("<|im_start|>assistant") - 1
-        text, most = prompt.row["turns"][number], request.sampling.max_new_tokens
-        # Letter by letter, as no tokenizer would write it.
-        ids = [token for letter in text for token in self._tokenizer(letter)["input_ids"]]
-        ids = [*ids, self._tokenizer.eos_token_id][:most]
-        finished = len(text) < most
-        found = Completion(np.array(ids, np.int32), -np.ones(len(ids), np.float32), finished, (Span(3, len(ids)),))
-        asked.found[request.number], asked.engines[request.number] = found, engine
-
-    def pause(self) -> None:
-        self.is_paused = True
 
 
 @pytest.fixture(scope="module")
@@ -153,10 +116,11 @@ def converse(
     overrides: Sequence[str] = (),
     n: int = 1,
     waves: Sequence[int] = range(100),
-) -> tuple[list[Conversed], Model]:
+    order: int = 0,
+) -> tuple[list[Conversed], Scripted]:
     """Let the model converse about rows, which take turns with the waves; return all conversations."""
     config = config_of(own, *overrides)
-    model = Model(tokenizer)
+    model = Scripted(tokenizer, order)
     conversations = Conversations(model, opened, config)  # type: ignore[arg-type]
     sampling = Sampling(config.data.max_response_length)
     asked = [
@@ -170,6 +134,14 @@ def converse(
         assert sum(span.tokens for span in one.spans) == len(one.token_ids) == len(one.logprobs)
         assert len(one.token_ids) <= config.data.max_response_length
     return found, model  # type: ignore[return-value]
+
+
+def wait_for(started: list[int], number: int) -> None:
+    """Wait until the event loop has started so many conversations."""
+    deadline = time.monotonic() + DEADLINE_S
+    while len(started) < number:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
 
 
 def sampled_text(tokenizer: Any, one: Conversed) -> str:
@@ -220,6 +192,16 @@ def test_later_turns_go_to_the_same_engine_with_seeds_of_their_own(
     assert len({*seeds[0], *seeds[1]}) == 9 and turn_seed(4, 0) == 4
 
 
+def test_responses_do_not_depend_on_the_order_in_which_engines_answer(
+    opened: Environment, tokenizer: Any, own: Path
+) -> None:
+    rows = [{"turns": [CALL % number, "again", f"end {number}"]} for number in range(4)]
+    runs = [converse(opened, tokenizer, own, *rows, n=2, order=order)[0] for order in range(3)]
+    texts = [[tokenizer.decode(one.token_ids) for one in found] for found in runs]
+    assert texts[0] == texts[1] == texts[2]
+    assert [one.outcome.score for one in runs[2]] == [0, 0, 1, 1, 2, 2, 3, 3]
+
+
 def test_no_more_conversations_are_open_than_engines_and_environments_have_room_for(
     opened: Environment, tokenizer: Any, own: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -227,11 +209,11 @@ def test_no_more_conversations_are_open_than_engines_and_environments_have_room_
     rows = [{"turns": [CALL % 1, "end"], "number": number} for number in range(12)]
     for number in (5, 9):
         rows[number]["messages"] = [{"role": "user", "content": "Sum, please?"}]
-    turn, start = Model.turn, opened.processes.start
+    turn, start = Scripted.turn, opened.processes.start
     open_at_turns: list[int] = []
     started: list[int] = []
 
-    def noted_turn(self: Model, timeout_s: float) -> None:
+    def noted_turn(self: Scripted, timeout_s: float) -> None:
         open_at_turns.append(sum(worker.load for worker in opened.processes._workers))
         turn(self, timeout_s)
 
@@ -239,20 +221,20 @@ def test_no_more_conversations_are_open_than_engines_and_environments_have_room_
         started.append(row["number"])
         return start(prompt, row)
 
-    monkeypatch.setattr(Model, "turn", noted_turn)
+    monkeypatch.setattr(Scripted, "turn", noted_turn)
     monkeypatch.setattr(opened.processes, "start", noted_start)
     found, _ = converse(opened, tokenizer, own, *rows, n=2, waves=(1, 0))
     assert [one.outcome.score for one in found] == [1.0] * 24
     first, second = [5, 9, 1, 3, 7, 11], [0, 2, 4, 6, 8, 10]
     assert started == [number for number in [*first, *second] for _ in range(2)]
-    assert 4 < max(open_at_turns) <= Model.capacity + 2 + 1
+    assert 4 < max(open_at_turns) <= Scripted.capacity + 2 + 1
 
 
 def test_validation_starts_although_the_conversations_of_a_training_fill_all_room(
     opened: Environment, tokenizer: Any, own: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config, start = config_of(own), opened.processes.start
-    conversations = Conversations(Model(tokenizer), opened, config)  # type: ignore[arg-type]
+    conversations = Conversations(Scripted(tokenizer), opened, config)  # type: ignore[arg-type]
     started: list[int] = []
 
     def noted_start(prompt: list[Any], row: dict[str, Any]) -> Any:
@@ -265,9 +247,11 @@ def test_validation_starts_although_the_conversations_of_a_training_fill_all_roo
     draws = [(0, Sampling(config.data.max_response_length))]
     asked = [conversations.ask(prompt, draws, wave=3) for prompt in prompts[:10]]
     conversations.turn(60)
+    wait_for(started, 6)
     assert started == [0, 1, 2, 3, 4, 5], "4 in the engines and 2 in the environments"
     asked += [conversations.ask(prompt, draws, wave=0) for prompt in prompts[10:]]
     conversations.turn(60)
+    wait_for(started, 12)
     assert started[6:] == [10, 11, 12, 13, 14, 15]
     conversations.wait(asked)
     assert [one.outcome.score for each in asked for one in each.completions()] == [2.0] * 20  # type: ignore[attr-defined]
