@@ -2,7 +2,8 @@
 
 python -m benchmarks.async_rl_run early|late RUN_DIR key=value ...
 
-With `late`, columns are computed after generation, although engines have GPUs of their own (hpc_rl/rl/computed.py).
+With `late`, columns are computed after generation, although engines have GPUs of their own
+(hpc_rl/rl/loop/computed.py).
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import ray
 
 from benchmarks.common import pin
 from hpc_rl.config.compose import compose
-from hpc_rl.config.ppo import PpoConfig
+from hpc_rl.config.rl.ppo import PpoConfig
 from hpc_rl.rl.main_ppo import TaskRunner, run_ppo
 from hpc_rl.run_dir import RunDir
 
@@ -27,7 +28,7 @@ class PinnedRunner(TaskRunner):
     """The driver, which may use all cores."""
 
     def run(self, config: PpoConfig, run: RunDir, logs: Path) -> int:
-        from hpc_rl.rl import setup
+        from hpc_rl.rl.loop import setup
 
         set_up = setup.set_up
 
@@ -44,7 +45,7 @@ class PinnedRunner(TaskRunner):
 
 class LateRunner(PinnedRunner):
     def run(self, config: PpoConfig, run: RunDir, logs: Path) -> int:
-        from hpc_rl.rl import setup
+        from hpc_rl.rl.loop import setup
 
         computation = setup.Computation
         setup.Computation = lambda *rest, is_early, **named: computation(*rest, **named)  # type: ignore[assignment,misc]

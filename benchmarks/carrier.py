@@ -62,8 +62,8 @@ class Step:
         import torch
         from tensordict import TensorDict
 
-        from hpc_rl.rl.dealing import deal_step, shuffled
-        from hpc_rl.rl.experience import jagged
+        from hpc_rl.rl.loop.dealing import deal_step, shuffled
+        from hpc_rl.rl.loop.experience import jagged
 
         self.carrier, self.pools = carrier, pools
         draw = np.random.default_rng(0)
@@ -104,7 +104,7 @@ class Step:
         import torch
 
         from hpc_rl.rl.carriers.base import AtOnce
-        from hpc_rl.rl.experience import jagged
+        from hpc_rl.rl.loop.experience import jagged
 
         kept = self.carrier.kept(self.deal, self.lengths)
         if kept is not None:

@@ -29,16 +29,16 @@ import numpy as np
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from benchmarks.common import publish, seconds, table
-from hpc_rl.config.sft import SftConfig
-from hpc_rl.config.training import ModelConfig
+from hpc_rl.config.training.common import ModelConfig
+from hpc_rl.config.training.sft import SftConfig
+from hpc_rl.data.reading.sources import BLOCK_ROWS
 from hpc_rl.data.sft_dataset import Sample, chat_tokenizer
-from hpc_rl.data.sources import BLOCK_ROWS
 from hpc_rl.finetune.dataset import load_items
 from hpc_rl.finetune.sft import Sft
 from hpc_rl.probes.tiny_model import make_tokenizer
 from hpc_rl.run_dir import RunDir
-from hpc_rl.training import distributed
-from hpc_rl.training.distributed import World
+from hpc_rl.training.parallel import distributed
+from hpc_rl.training.parallel.distributed import World
 from hpc_rl.training.stopping import open_stopping
 
 TOKENS = 300

@@ -1,8 +1,8 @@
 """What the driver of reinforcement learning takes per step, without models: `python -m benchmarks.driver`.
 
 The run has 100,000 prompts, and a step has 4,096 responses of 8,192 tokens on average. What the driver does in a step
-is the real code: `hpc_rl.rl.trainer.step` with draws, dispatch to engines, experience, dealing, advantages, weights of
-the loss, the carrier, metrics and timeline. Engines and ranks are stand-ins that answer at once:
+is the real code: `hpc_rl.rl.loop.trainer.step` with draws, dispatch to engines, experience, dealing, advantages,
+weights of the loss, the carrier, metrics and timeline. Engines and ranks are stand-ins that answer at once:
 
 - An answer of the engines completes one response, so that a step has as many turns as responses. Tokens and
   log-probabilities of the responses lie in shared memory, as the results of the calls of Ray do.
@@ -43,24 +43,24 @@ from numpy.typing import NDArray
 from benchmarks.common import median, publish, table
 from hpc_rl.algorithms.kl import AdaptiveKl
 from hpc_rl.config.compose import compose
-from hpc_rl.config.ppo import PpoConfig
+from hpc_rl.config.rl.ppo import PpoConfig
 from hpc_rl.data.order import Position
 from hpc_rl.data.prompts import Prompt
-from hpc_rl.host.allocator import keep_freed_memory
-from hpc_rl.host.walltime import unlimited
+from hpc_rl.liveness.walltime import unlimited
 from hpc_rl.rewards.scorer import Scores
-from hpc_rl.rl import setup, trainer
-from hpc_rl.rl.batches import SynchronousBatches
-from hpc_rl.rl.calls import Pending
+from hpc_rl.rl.actors.calls import Pending
 from hpc_rl.rl.carriers.through_ray import RayCarrier
-from hpc_rl.rl.metrics import timeline
+from hpc_rl.rl.loop import setup, trainer
+from hpc_rl.rl.loop.batches import SynchronousBatches
+from hpc_rl.rl.loop.metrics import timeline
+from hpc_rl.rl.loop.state import PpoState
 from hpc_rl.rl.rollout.dispatch import Dispatch
 from hpc_rl.rl.rollout.engine import Completion, Span
 from hpc_rl.rl.rollout.request_queue import Asked, Request
 from hpc_rl.rl.rollout.respondent import Samplings
-from hpc_rl.rl.state import PpoState
 from hpc_rl.rl.workers.group import WorkerGroup
 from hpc_rl.run_dir import RunDir
+from hpc_rl.software.allocator import keep_freed_memory
 from hpc_rl.training.models.causal_lm import Flops
 from hpc_rl.training.perf import Clock, Spans
 from hpc_rl.training.rows import FIXED

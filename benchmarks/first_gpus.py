@@ -7,8 +7,8 @@ import sys
 from collections.abc import Mapping
 
 from hpc_rl.errors import UserError
-from hpc_rl.host.accelerators import find_accelerators, visible_devices
-from hpc_rl.host.counted import counted
+from hpc_rl.formats.counted import counted
+from hpc_rl.system.accelerators import find_accelerators, visible_devices
 
 
 def first_gpus(count: int, environ: Mapping[str, str]) -> str:

@@ -73,9 +73,9 @@ def start_offline(config: Any) -> Any:
     import ray
     from transformers import AutoConfig
 
-    from hpc_rl.config.engines import ENGINES
+    from hpc_rl.config.rl.engines import ENGINES
     from hpc_rl.rl.rollout.engine import Placement
-    from hpc_rl.rl.rollout.vllm import engine_settings
+    from hpc_rl.rl.rollout.vllm.engine import engine_settings
 
     length = config.data.max_prompt_length + config.data.max_response_length
     model = AutoConfig.from_pretrained(config.model.path)
@@ -89,7 +89,7 @@ def measure(folder: Path, options: argparse.Namespace) -> dict[str, list[float]]
     """Return the seconds of each candidate in each repeat."""
     import ray
 
-    from hpc_rl.rl.cluster import connected
+    from hpc_rl.rl.actors.cluster import connected
     from hpc_rl.rl.generation.generate import generate
     from hpc_rl.rl.generation.plan import blocks_of, seeds_of
     from hpc_rl.rl.generation.setup import open_generation, prepare, start_workers

@@ -23,9 +23,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from benchmarks.common import publish, table
-from hpc_rl.host.files import write_jsonl
 from hpc_rl.probes.tiny_model import chats, make_tiny_model, write_chats
 from hpc_rl.run_dir import RunDir
+from hpc_rl.system.files import write_jsonl
 
 STEPS = 6
 ROWS = 256

@@ -27,14 +27,14 @@ from torch.nn.functional import cross_entropy
 
 from benchmarks.common import in_turns, median, median_ratio, publish, table
 from benchmarks.workload import qwen2_config, random_model, samples, sft_config, trainer_state
-from hpc_rl.config.finetune import FinetuneTrainerConfig
-from hpc_rl.config.training import LoraConfig, OptimConfig
+from hpc_rl.config.training.common import LoraConfig, OptimConfig
+from hpc_rl.config.training.finetune import FinetuneTrainerConfig
 from hpc_rl.data.sft_dataset import Sample
 from hpc_rl.finetune.trainer import TrainerState, step
 from hpc_rl.training.checkpoints import model_state
-from hpc_rl.training.distributed import World
 from hpc_rl.training.models import loading, lora
 from hpc_rl.training.optim import build_optimizer
+from hpc_rl.training.parallel.distributed import World
 from hpc_rl.training.perf import Clock
 
 VOCABULARY = 4096

@@ -218,7 +218,7 @@ def measure(folder: str, algorithm: Algorithm, work: str, _output: str) -> None:
 
 def configuration(folder: Path, algorithm: Algorithm, work: Work) -> Any:
     """Return the run's PpoConfig: defaults, except for the algorithm and the size of a step."""
-    from hpc_rl.config.ppo import PpoConfig
+    from hpc_rl.config.rl.ppo import PpoConfig
 
     optim = {"lr": work.lr, "lr_scheduler": "constant", "warmup_ratio": 0.0}
     of_algorithm = {

@@ -35,10 +35,10 @@ from benchmarks.ppo_workload import (
     prompt_lengths,
 )
 from hpc_rl.rl.rollout.engine import Sampling, complete
-from hpc_rl.rl.rollout.hf import HfEngine
+from hpc_rl.rl.rollout.hf.engine import HfEngine
 from hpc_rl.training.batching import pack
-from hpc_rl.training.models import packed_attention
-from hpc_rl.training.models.packed_batch import pack_samples
+from hpc_rl.training.models.attention import packed_attention
+from hpc_rl.training.models.attention.packed_batch import pack_samples
 
 WARM_UP = 2
 Part = Callable[[], None]

@@ -20,7 +20,7 @@ from benchmarks.ppo_workload import (
     SAMPLES,
     Algorithm,
 )
-from hpc_rl.config.ppo import PpoConfig
+from hpc_rl.config.rl.ppo import PpoConfig
 from hpc_rl.rl.main_ppo import TaskRunner, run_ppo
 from hpc_rl.run_dir import RunDir
 from hpc_rl.tracking.tracker import Tracker
@@ -49,7 +49,7 @@ class PacedTracker:
 
 class PacedRunner(TaskRunner):
     def run(self, config: PpoConfig, run: RunDir, logs: Path) -> int:
-        from hpc_rl.rl import setup
+        from hpc_rl.rl.loop import setup
 
         set_up = setup.set_up
 

@@ -33,16 +33,16 @@ from trl import DPOConfig, DPOTrainer, RewardConfig, RewardTrainer
 from benchmarks.common import in_turns, median, median_ratio, publish, table
 from benchmarks.sft import LR, Stopwatch, quiet, tokenizer
 from benchmarks.workload import GSM8K_LENGTHS, qwen2_config, random_classifier, random_model, trainer_state
-from hpc_rl.config.finetune import FinetuneConfig, FinetuneTrainerConfig
-from hpc_rl.config.preferences import DpoConfig, PreferenceDataConfig, RewardDataConfig, RmConfig
-from hpc_rl.config.training import ModelConfig
+from hpc_rl.config.training.common import ModelConfig
+from hpc_rl.config.training.finetune import FinetuneConfig, FinetuneTrainerConfig
+from hpc_rl.config.training.preferences import DpoConfig, PreferenceDataConfig, RewardDataConfig, RmConfig
 from hpc_rl.data.pairs import Preference
 from hpc_rl.data.sft_dataset import Sample
 from hpc_rl.finetune.pair_batch import pack_preferences, response_logprobs
 from hpc_rl.finetune.trainer import TrainerState, step
-from hpc_rl.training.distributed import World
-from hpc_rl.training.models import packed_attention
+from hpc_rl.training.models.attention import packed_attention
 from hpc_rl.training.models.causal_lm import CausalLM
+from hpc_rl.training.parallel.distributed import World
 from hpc_rl.training.perf import Clock
 
 WORK = {4096: (5, 2), 151_936: (3, 1)}

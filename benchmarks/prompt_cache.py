@@ -28,10 +28,10 @@ from transformers import AutoTokenizer
 from benchmarks.common import publish, seconds, table
 from benchmarks.data_cache import make_data, resident
 from hpc_rl.config.compose import compose
-from hpc_rl.config.ppo import PpoConfig
+from hpc_rl.config.rl.ppo import PpoConfig
 from hpc_rl.data.prompts import Prompt, prompt_tokenizer
-from hpc_rl.data.sources import all_rows
-from hpc_rl.rl.prompt_data import PromptLoader
+from hpc_rl.data.reading.sources import all_rows
+from hpc_rl.rl.loop.prompt_data import PromptLoader
 from hpc_rl.run_dir import RunDir
 from hpc_rl.training.stopping import open_stopping
 

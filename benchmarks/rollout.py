@@ -246,7 +246,7 @@ def rows_of(n: int, measured: Mapping[str, Sequence[float]]) -> list[list[str]]:
 
 
 def main() -> None:
-    from hpc_rl.rl.cluster import connected
+    from hpc_rl.rl.actors.cluster import connected
     from hpc_rl.rl.generation.setup import start_workers
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)

@@ -34,14 +34,14 @@ import numpy as np
 from benchmarks.common import publish, table
 from benchmarks.virtual_engines import VirtualQueue
 from hpc_rl.config.compose import compose
-from hpc_rl.config.ppo import PpoConfig
+from hpc_rl.config.rl.ppo import PpoConfig
 from hpc_rl.data.order import Position
 from hpc_rl.data.prompts import Prompt
 from hpc_rl.rewards.scorer import Scores
-from hpc_rl.rl.calls import Pending
-from hpc_rl.rl.draws import Batch, Desk, Draws, prompt_order
+from hpc_rl.rl.actors.calls import Pending
+from hpc_rl.rl.loop.draws import Batch, Desk, Draws, prompt_order
+from hpc_rl.rl.loop.staleness import batches_ahead
 from hpc_rl.rl.rollout.engine import Completion
-from hpc_rl.rl.staleness import batches_ahead
 
 PROMPTS, N = 512, 16
 MEAN_TOKENS, SPREAD, MOST_TOKENS = 3000, 1.0, 20_480
@@ -71,7 +71,7 @@ class Variant:
 
     @property
     def computes_old_logprobs(self) -> bool:
-        """See hpc_rl.rl.setup.old_logprobs: staleness 1 runs without a correction, and 4 with one."""
+        """See hpc_rl.rl.loop.setup.old_logprobs: staleness 1 runs without a correction, and 4 with one."""
         return self.staleness != 1
 
 

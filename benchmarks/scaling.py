@@ -60,9 +60,9 @@ def run_rank(sharding: str) -> None:
     import torch
 
     from benchmarks.workload import qwen2_config, samples, sft_config, trainer_state
-    from hpc_rl.config.finetune import FinetuneTrainerConfig
+    from hpc_rl.config.training.finetune import FinetuneTrainerConfig
     from hpc_rl.finetune.trainer import TrainerState, step
-    from hpc_rl.training import distributed
+    from hpc_rl.training.parallel import distributed
     from hpc_rl.training.perf import Clock
 
     def step_rate(state: TrainerState) -> float:

@@ -36,10 +36,10 @@ from trl import SFTConfig, SFTTrainer
 
 from benchmarks.common import in_turns, median, median_ratio, publish, table
 from benchmarks.workload import qwen2_config, random_model, samples, sft_config, trainer_state
-from hpc_rl.config.finetune import FinetuneTrainerConfig
+from hpc_rl.config.training.finetune import FinetuneTrainerConfig
 from hpc_rl.data.sft_dataset import Sample
 from hpc_rl.finetune.trainer import TrainerState, step
-from hpc_rl.training.distributed import World
+from hpc_rl.training.parallel.distributed import World
 from hpc_rl.training.perf import Clock
 
 WORK = {4096: (5, 3), 151_936: (3, 1)}

@@ -30,11 +30,11 @@ from transformers import PretrainedConfig, Qwen3Config
 
 from benchmarks.common import median, publish, table
 from benchmarks.workload import qwen2_config, samples, sft_config, trainer_state
-from hpc_rl.config.finetune import FinetuneTrainerConfig
+from hpc_rl.config.training.finetune import FinetuneTrainerConfig
 from hpc_rl.data.sft_dataset import Sample
 from hpc_rl.finetune.trainer import step
-from hpc_rl.training import distributed
-from hpc_rl.training.distributed import World
+from hpc_rl.training.parallel import distributed
+from hpc_rl.training.parallel.distributed import World
 from hpc_rl.training.perf import Clock
 
 MICRO_BATCHES = 4

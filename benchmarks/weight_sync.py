@@ -51,7 +51,7 @@ class Engine:
     """An hf engine in an actor."""
 
     def __init__(self) -> None:
-        from hpc_rl.rl.rollout.hf import HfEngine
+        from hpc_rl.rl.rollout.hf.engine import HfEngine
         from hpc_rl.rl.weights.base import BucketReceiver
 
         self.model = make_model()
@@ -82,10 +82,10 @@ class Trainer:
     def __init__(self, engine: Any, node: str, bucket_mb: int) -> None:
         import torch
 
-        from hpc_rl.rl.fates import Actor
+        from hpc_rl.rl.actors.fates import Actor
         from hpc_rl.rl.weights.base import EngineActors, WeightSource
         from hpc_rl.rl.weights.host import HostSender
-        from hpc_rl.training.distributed import World
+        from hpc_rl.training.parallel.distributed import World
 
         class Gathered(WeightSource):
             """Weights that behave as if they had just been gathered from several ranks."""

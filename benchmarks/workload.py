@@ -17,27 +17,27 @@ from transformers import (
     Qwen2Config,
 )
 
-from hpc_rl.config.finetune import FinetuneConfig, FinetuneTrainerConfig
-from hpc_rl.config.preferences import RmConfig
-from hpc_rl.config.sft import DataConfig, SftConfig
-from hpc_rl.config.training import ModelConfig
+from hpc_rl.config.training.common import ModelConfig
+from hpc_rl.config.training.finetune import FinetuneConfig, FinetuneTrainerConfig
+from hpc_rl.config.training.preferences import RmConfig
+from hpc_rl.config.training.sft import DataConfig, SftConfig
 from hpc_rl.data.lazy import Item, sizes_of
 from hpc_rl.data.order import Position
 from hpc_rl.data.sft_dataset import Sample
 from hpc_rl.finetune.objectives import objective_of
 from hpc_rl.finetune.trainer import TrainerState
 from hpc_rl.finetune.training_data import Epochs
-from hpc_rl.host.walltime import unlimited
+from hpc_rl.liveness.walltime import unlimited
 from hpc_rl.run_dir import RunDir
 from hpc_rl.tracking.tracker import Tracker
-from hpc_rl.training import sharding
 from hpc_rl.training.checkpoints.saver import OneModel, Saver
-from hpc_rl.training.distributed import World
-from hpc_rl.training.models import packed_attention
+from hpc_rl.training.models.attention import packed_attention
 from hpc_rl.training.models.causal_lm import CausalLM, PackedModel, count_flops
 from hpc_rl.training.models.scalar_model import ScoreModel
-from hpc_rl.training.offload import ModelOffload
 from hpc_rl.training.optim import build_optimizer
+from hpc_rl.training.parallel import sharding
+from hpc_rl.training.parallel.distributed import World
+from hpc_rl.training.parallel.offload import ModelOffload
 from hpc_rl.training.stopping import Stopping
 
 # (prompt, response) tokens of GSM8K's training rows at 64 quantiles of their sum: ChatML template, byte-level BPE with

@@ -127,8 +127,8 @@ class Run:
 
     def logs(self, node: int | None = None) -> str:
         """Return the job's log, or all logs of one node (0, 1, ...), one after the other; of very long ones the end."""
-        from hpc_rl.host.files import read_end
         from hpc_rl.runs.follow import MOST_LOG_BYTES, log_files
+        from hpc_rl.system.files import read_end
 
         files = log_files(self._dir, node)
         return "".join(read_end(file, MOST_LOG_BYTES).decode(errors="replace") for file in files)

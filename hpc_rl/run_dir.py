@@ -20,14 +20,14 @@ from pathlib import Path
 from typing import IO, Any
 
 from hpc_rl.errors import UserError
-from hpc_rl.host.files import ATTEMPT, NotPlainError, open_regular, read_json, read_regular, write_atomically
-from hpc_rl.host.ownership import foreign_entry, open_own, weakness
-from hpc_rl.host.typed_json import JOB, STATUS, is_job_id, kept
+from hpc_rl.formats.typed_json import JOB, STATUS, is_job_id, kept
+from hpc_rl.system.files import ATTEMPT, NotPlainError, open_regular, read_json, read_regular, write_atomically
+from hpc_rl.system.ownership import foreign_entry, open_own, weakness
 
 ENV_RUN_DIR = "HPC_RL_RUN_DIR"
 ENV_ATTEMPT_DIR = "HPC_RL_ATTEMPT_DIR"
 ENV_GROUP_DIR = "HPC_RL_GROUP_DIR"
-"""Variable with the private folder in which the ranks of a process group meet; see `hpc_rl.training.rendezvous`."""
+"""Variable with the private folder in which the ranks of a process group meet: hpc_rl/training/parallel/rendezvous.py."""
 WALLTIME, REQUEUE, PREEMPTION = "walltime", "requeue", "preemption"
 """Reasons in the stop file after which the job script queues the job again, once the run has saved."""
 SHARED_MODE = 0o2750

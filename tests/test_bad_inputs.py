@@ -15,8 +15,8 @@ import pytest
 from hpc_rl import cli
 from hpc_rl.config import compose
 from hpc_rl.config.job import JobConfig
-from hpc_rl.submission import sweep
 from hpc_rl.submission.preflight import checks
+from hpc_rl.submission.series import sweep
 from tests import bad_files
 
 HEAVY = ("torch", "transformers", "safetensors", "ray", "vllm", "datasets", "pyarrow", "numpy", "tensordict", "pandas")

@@ -13,7 +13,7 @@ import torch
 
 from benchmarks import ppo_gpu, sft_gpu
 from benchmarks.ppo_gpu import OURS, TRL, Work
-from hpc_rl.training.distributed import World
+from hpc_rl.training.parallel.distributed import World
 
 ROOT = Path(__file__).parent.parent
 WORK = Work(512, 512, 8, "cuda", "vllm", 5)

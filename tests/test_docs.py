@@ -44,7 +44,7 @@ from hpc_rl.config.keys import documented_keys
 from hpc_rl.config.kinds import KINDS, offered
 from hpc_rl.run_dir import RunDir
 from hpc_rl.submission.job import Job
-from hpc_rl.submission.script import _values
+from hpc_rl.submission.script.render import _values
 from tests.commands import understand
 from tests.helpers import chats, make_tiny_model
 from tests.http_server import serving
@@ -428,7 +428,7 @@ def test_the_api_reference_lists_every_module(site_pages: ModuleType) -> None:
     pages = site_pages.api_pages()
     listed = re.findall(r"^::: (\S+)$", "\n".join(pages.values()), re.MULTILINE)
     assert len(listed) == len(set(listed)) > 150
-    assert {"hpc_rl", "hpc_rl.rl.trainer", "hpc_rl.node.ray_cluster.head"} < set(listed)
+    assert {"hpc_rl", "hpc_rl.rl.loop.trainer", "hpc_rl.node.ray_cluster.head"} < set(listed)
     assert not any("__" in name or ".starter" in name for name in listed)
     assert "[`hpc_rl.algorithms`](api-algorithms.md)" in pages["api"]
 

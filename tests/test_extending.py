@@ -24,16 +24,16 @@ from hpc_rl.algorithms.losses import Clip, PolicyBatch, ppo
 from hpc_rl.algorithms.policy_losses import POLICY_LOSSES
 from hpc_rl.config import kinds
 from hpc_rl.config.keys import documented_keys
-from hpc_rl.config.sft import DataConfig, SftConfig
-from hpc_rl.config.training import ModelConfig
+from hpc_rl.config.training.common import ModelConfig
+from hpc_rl.config.training.sft import DataConfig, SftConfig
 from hpc_rl.environments import protocol as environments
 from hpc_rl.environments.loading import load_definition
 from hpc_rl.environments.protocol import Episode
 from hpc_rl.environments.tool_calls import Call
-from hpc_rl.host import accelerators
 from hpc_rl.rewards.load import load_function
+from hpc_rl.system import accelerators
+from hpc_rl.training.models.attention.packed_batch import pack_samples
 from hpc_rl.training.models.causal_lm import load_model
-from hpc_rl.training.models.packed_batch import pack_samples
 from tests.helpers import make_tiny_model
 
 PAGE = Path(__file__).parents[1] / "docs" / "extending.md"

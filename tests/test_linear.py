@@ -20,17 +20,17 @@ from typing import Any
 
 import pytest
 
-from hpc_rl.data.assistant_text import find_spans
-from hpc_rl.data.formats import read_rows
-from hpc_rl.data.turn_ends import End, Ends
+from hpc_rl.data.reading.formats import read_rows
+from hpc_rl.data.templates.assistant_text import find_spans
+from hpc_rl.data.templates.turn_ends import End, Ends
 from hpc_rl.doctor import diagnosis, training
 from hpc_rl.environments import tool_calls
 from hpc_rl.errors import UserError
-from hpc_rl.host import flight_records
+from hpc_rl.liveness import flight_records
 from hpc_rl.node import stack_files
-from hpc_rl.node.doctor_trials import last_words
+from hpc_rl.node.health.trials import last_words
 from hpc_rl.rewards import exact, gsm8k
-from hpc_rl.rl import fates
+from hpc_rl.rl.actors import fates
 from hpc_rl.slurm import allocation, cluster, states
 from hpc_rl.tracking.metrics import read_metrics
 from hpc_rl.tracking.samples import read_samples

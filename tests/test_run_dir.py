@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from hpc_rl.run_dir import RunDir
-from hpc_rl.submission.script import support_text
+from hpc_rl.submission.script.render import support_text
 
 
 def test_attempts_are_in_the_order_of_their_numbers(tmp_path: Path) -> None:

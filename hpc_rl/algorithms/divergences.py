@@ -57,4 +57,4 @@ DIVERGENCES: dict[str, Callable[[torch.Tensor, torch.Tensor, float], torch.Tenso
     "js": jensen_shannon,
 }
 """algorithm.divergence -> (teacher's log-probabilities, student's, weight) -> divergence. The names are also listed in
-hpc_rl/config/distill.py, which is imported without torch; a test compares both."""
+hpc_rl/config/training/distill.py, which is imported without torch; a test compares both."""

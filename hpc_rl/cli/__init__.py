@@ -12,11 +12,11 @@ from typing import NoReturn
 from hpc_rl.cli import submit, plan, sweep, models, runs, results, config, data, cluster, image  # noqa: F401 # isort: skip - in order
 from hpc_rl.cli.app import app
 from hpc_rl.errors import EXIT_BAD_INPUT, UserError
-from hpc_rl.host.disk import UNWRITABLE, explained
-from hpc_rl.host.ownership import name_user
-from hpc_rl.host.search_path import without_empty_entries
-from hpc_rl.host.shown_text import escaped_output
-from hpc_rl.host.signs_of_life import signs_of_life
+from hpc_rl.liveness.shown_text import escaped_output
+from hpc_rl.liveness.signs_of_life import signs_of_life
+from hpc_rl.system.disk import UNWRITABLE, explained
+from hpc_rl.system.ownership import name_user
+from hpc_rl.system.search_path import without_empty_entries
 
 _IMPOSSIBLE_PATH = (errno.ENAMETOOLONG, errno.ELOOP, errno.EACCES, errno.EPERM)
 """Errors of paths that come from the user and cannot be opened: bad input in every command."""

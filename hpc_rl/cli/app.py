@@ -15,7 +15,7 @@ from hpc_rl import __version__
 from hpc_rl.cli.completion import run_names, site_names
 from hpc_rl.config.kinds import offered
 from hpc_rl.errors import UserError
-from hpc_rl.host.signs_of_life import begin_command
+from hpc_rl.liveness.signs_of_life import begin_command
 
 
 def one_of(what: str, names: Sequence[str]) -> dict[str, Any]:
@@ -198,10 +198,10 @@ def continue_in_job_python(command: str, packages: Sequence[str], python: str | 
         UserError: neither has them.
     """
     from hpc_rl.config.references import expanded_path
-    from hpc_rl.host.installation import install_command
-    from hpc_rl.host.processes import python_with
     from hpc_rl.sites.profile import load_profile
+    from hpc_rl.software.installation import install_command
     from hpc_rl.submission.preflight.program import check_packages
+    from hpc_rl.system.processes import python_with
 
     missing = [name for name in packages if python_with(name, None) is None]
     if not missing:

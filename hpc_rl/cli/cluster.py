@@ -61,7 +61,7 @@ def doctor(
     from hpc_rl.doctor.job import Findings, doctor_config, doctor_job, run_on_nodes
     from hpc_rl.doctor.login import container_checks, folder_checks, internet_checks, python_checks, slurm_checks
     from hpc_rl.submission import queue
-    from hpc_rl.submission.environment import job_environment
+    from hpc_rl.submission.script.environment import job_environment
 
     if flags.job_name or flags.after:
         raise UserError(

@@ -115,7 +115,7 @@ def _print_keys(kind: str, words: Sequence[str]) -> None:
 
     from hpc_rl.config.keys import documented_keys
     from hpc_rl.config.kinds import KINDS
-    from hpc_rl.host.shown_text import terminal
+    from hpc_rl.liveness.shown_text import terminal
 
     rows = [row for row in documented_keys(KINDS[kind].schema) if not words or any(word in row[0] for word in words)]
     if not rows:

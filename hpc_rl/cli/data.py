@@ -10,7 +10,7 @@ import typer
 from hpc_rl.cli.app import RunArgument, SiteOption, app, continue_in_job_python, leave, one_of
 from hpc_rl.cli.paths import path
 from hpc_rl.errors import UserError
-from hpc_rl.host.counted import counted
+from hpc_rl.formats.counted import counted
 
 data_app = typer.Typer(
     help="Prepare and check data sets.\n\nExample: hpc-rl data arithmetic --out data/sums",
@@ -69,9 +69,9 @@ def check(
     Example: hpc-rl data check train.jsonl --model Qwen/Qwen2.5-0.5B data.max_length=2048
     """
     from hpc_rl.config.compose import compose, compose_partly
-    from hpc_rl.config.finetune import FinetuneConfig
-    from hpc_rl.config.ppo import PpoConfig
-    from hpc_rl.data.check import check_data, check_rows
+    from hpc_rl.config.rl.ppo import PpoConfig
+    from hpc_rl.config.training.finetune import FinetuneConfig
+    from hpc_rl.data.reading.check import check_data, check_rows
     from hpc_rl.runs.models import model_for
     from hpc_rl.sites.profile import load_profile
     from hpc_rl.submission.hub import hub_cache
@@ -116,8 +116,8 @@ def convert(
 
     Example: hpc-rl data convert sharegpt.json --output train.jsonl
     """
-    from hpc_rl.data.convert import convert as convert_rows
-    from hpc_rl.data.shapes import SHAPES
+    from hpc_rl.data.reading.convert import convert as convert_rows
+    from hpc_rl.data.reading.shapes import SHAPES
 
     if shape is not None and shape not in SHAPES:
         raise UserError(f"--shape {shape}: choose one of {', '.join(SHAPES)}")
@@ -140,8 +140,8 @@ def gsm8k(
 
     Example: hpc-rl data gsm8k --source openai/gsm8k:main --out data/gsm8k
     """
-    from hpc_rl.data.formats import is_file
     from hpc_rl.data.gsm8k import prepare
+    from hpc_rl.data.reading.formats import is_file
 
     if not Path(source).expanduser().is_dir() and not is_file(source):
         continue_in_job_python("data gsm8k", ("datasets",))

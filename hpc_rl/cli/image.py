@@ -12,7 +12,7 @@ import typer
 
 from hpc_rl.cli.app import JsonOption, app, leave, note
 from hpc_rl.cli.paths import path
-from hpc_rl.host.files import read_json
+from hpc_rl.system.files import read_json
 
 if TYPE_CHECKING:
     from hpc_rl.images.build import Order

@@ -96,7 +96,7 @@ def chat(
 
     Example: hpc-rl chat sft-1 --temperature 0
     """
-    from hpc_rl.host.model_kind import architectures_of, is_classifier
+    from hpc_rl.formats.model_kind import architectures_of, is_classifier
     from hpc_rl.runs.models import model_of
 
     name = model_of(model)

@@ -13,7 +13,7 @@ from hpc_rl.cli.app import JsonOption, KindArgument, app
 from hpc_rl.cli.submit import OverridesArgument, SlurmFlags, with_slurm_flags
 from hpc_rl.cli.text import aligned
 from hpc_rl.errors import UserError
-from hpc_rl.host.counted import counted
+from hpc_rl.formats.counted import counted
 
 if TYPE_CHECKING:
     from hpc_rl.plan.duration import Duration
@@ -128,7 +128,7 @@ def _lines(
 
 
 def _time_lines(config: Planned, time: Duration | Unknown) -> Iterator[str]:
-    from hpc_rl.config.generate import GenerateConfig
+    from hpc_rl.config.rl.generate import GenerateConfig
     from hpc_rl.plan.duration import Duration
     from hpc_rl.plan.text import time_text
 

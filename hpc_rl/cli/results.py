@@ -15,9 +15,9 @@ from hpc_rl.cli.completion import run_names
 from hpc_rl.cli.paths import path
 from hpc_rl.cli.text import aligned, explanation_text, short_path, size_text
 from hpc_rl.errors import UserError
-from hpc_rl.host.counted import counted
-from hpc_rl.host.files import refuse_occupied
+from hpc_rl.formats.counted import counted
 from hpc_rl.run_dir import RunDir
+from hpc_rl.system.files import refuse_occupied
 
 if TYPE_CHECKING:
     from hpc_rl.runs.cleaning import Usage

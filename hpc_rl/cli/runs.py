@@ -22,7 +22,7 @@ from hpc_rl.cli.app import (
 from hpc_rl.cli.text import explanation_text, runs_table, short_path, size_text, status_text
 from hpc_rl.cli.waiting import wait_for
 from hpc_rl.errors import UserError
-from hpc_rl.host.counted import counted
+from hpc_rl.formats.counted import counted
 from hpc_rl.run_dir import ENV_RUN_DIR, RunDir
 
 

@@ -195,9 +195,9 @@ def submit(
     Example: hpc-rl submit sft --nodes 2 --gpus-per-node 4 model=qwen2.5-0.5b data.train_files=train.jsonl
     """
     from hpc_rl.submission import launch, queue
-    from hpc_rl.submission.directives import environment_notes
     from hpc_rl.submission.preflight.folders import check_run_dir
     from hpc_rl.submission.request import job_of_script
+    from hpc_rl.submission.script.directives import environment_notes
 
     here = local or in_allocation
     if script is not None and (arguments or flags != SlurmFlags() or run_dir or here or test or force):

@@ -32,8 +32,8 @@ from hpc_rl.errors import UserError
 
 if TYPE_CHECKING:
     from hpc_rl.submission.job import Job
-    from hpc_rl.submission.pipeline import Plan
     from hpc_rl.submission.request import Request
+    from hpc_rl.submission.series.pipeline import Plan
 
 
 @app.command(cls=CommandWithProgram)
@@ -57,7 +57,7 @@ def sweep(
     Example: hpc-rl sweep sft model.path=model data.train_files=train.jsonl optim.lr=1e-5,3e-5 --max-parallel 2
     """
     from hpc_rl.submission import queue
-    from hpc_rl.submission import sweep as sweeps
+    from hpc_rl.submission.series import sweep as sweeps
 
     if not dry_run:
         queue.require_slurm()
@@ -107,8 +107,8 @@ def chain(
         flags = [*(["--dry-run"] if dry_run else []), *(["--local"] if local else [])]
         _run_command("pipeline", "hpc-rl chain", [*flags, *stages])
         return
-    from hpc_rl.submission import chain as chains
     from hpc_rl.submission import queue
+    from hpc_rl.submission.series import chain as chains
 
     if {"--help", "-h"} & {*stages}:
         _run_command("submit", "hpc-rl submit", ["--help"])  # the options of a stage are those of submit
@@ -157,8 +157,8 @@ def pipeline(
 
     Example: hpc-rl chain rejection-sampling --rounds 3 model=model prompts=train.jsonl test=test.jsonl reward=gsm8k
     """
-    from hpc_rl.submission import pipeline as pipelines
     from hpc_rl.submission import queue
+    from hpc_rl.submission.series import pipeline as pipelines
 
     if not dry_run and not local:
         queue.require_slurm()
@@ -184,9 +184,9 @@ def pipeline(
 def _run_here_in_order(planned: Plan) -> int:
     """Run the unfinished stages of a pipeline on this machine; return the exit code of the first that fails, or 0."""
     from hpc_rl.runs.status import status_of
-    from hpc_rl.submission import pipeline as pipelines
     from hpc_rl.submission import queue
-    from hpc_rl.submission.after import COMPLETED
+    from hpc_rl.submission.series import pipeline as pipelines
+    from hpc_rl.submission.series.after import COMPLETED
 
     queue.reserve(planned.folder.path)
     pipelines.prepare(planned)

@@ -25,7 +25,7 @@ from hpc_rl.config.origins import line_in, origins
 from hpc_rl.config.references import resolve, short
 from hpc_rl.config.tree import flat, merged, put, read_tree
 from hpc_rl.errors import UserError
-from hpc_rl.host.secrets import refuse_secrets
+from hpc_rl.software.secrets import refuse_secrets
 
 FillIn = Callable[[Mapping[str, Any]], Mapping[str, Any]]
 """From nested tables without the schema's defaults to dotted key -> value for keys that they leave open."""

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from hpc_rl.errors import UserError
-from hpc_rl.host.ownership import refuse_foreign
-from hpc_rl.host.shipped import shipped
+from hpc_rl.software.shipped import shipped
+from hpc_rl.system.ownership import refuse_foreign
 
 
 def folders() -> list[Path]:

@@ -25,7 +25,7 @@ from omegaconf import OmegaConf
 from hpc_rl.config.groups import check_own, choices, file_of, folders
 from hpc_rl.config.tree import VALUES, compose_yaml, flat, put, read_yaml
 from hpc_rl.errors import UserError
-from hpc_rl.host.shipped import shipped
+from hpc_rl.software.shipped import shipped
 
 _TABLE = "a table"
 """First element of a list whose second element is a table."""

@@ -9,7 +9,7 @@ from pydantic import Field
 from hpc_rl.config.base import Path, Section
 from hpc_rl.config.container import ContainerConfig
 from hpc_rl.config.slurm import SlurmConfig
-from hpc_rl.host.accelerators import DeviceName
+from hpc_rl.system.accelerators import DeviceName
 
 
 class TrainerConfig(Section):

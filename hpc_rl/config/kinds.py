@@ -86,7 +86,7 @@ KINDS: dict[str, JobKind] = {
         JobKind(
             name="sft",
             meaning="supervised fine-tuning",
-            options="hpc_rl.config.sft:SftConfig",
+            options="hpc_rl.config.training.sft:SftConfig",
             trainer="hpc_rl.finetune.train",
             test_settings={"trainer.total_training_steps": 2},
             result=_MODEL,
@@ -101,7 +101,7 @@ KINDS: dict[str, JobKind] = {
         JobKind(
             name="dpo",
             meaning="direct preference optimisation (DPO, IPO, KTO, SimPO, ORPO, ...)",
-            options="hpc_rl.config.preferences:DpoConfig",
+            options="hpc_rl.config.training.preferences:DpoConfig",
             trainer="hpc_rl.finetune.train",
             trainer_options=("--kind", "dpo"),
             test_settings={"trainer.total_training_steps": 2},
@@ -114,7 +114,7 @@ KINDS: dict[str, JobKind] = {
         JobKind(
             name="rm",
             meaning="training of a reward model",
-            options="hpc_rl.config.preferences:RmConfig",
+            options="hpc_rl.config.training.preferences:RmConfig",
             trainer="hpc_rl.finetune.train",
             trainer_options=("--kind", "rm"),
             test_settings={"trainer.total_training_steps": 2},
@@ -127,7 +127,7 @@ KINDS: dict[str, JobKind] = {
         JobKind(
             name="distill",
             meaning="distillation from a teacher model",
-            options="hpc_rl.config.distill:DistillConfig",
+            options="hpc_rl.config.training.distill:DistillConfig",
             trainer="hpc_rl.finetune.train",
             trainer_options=("--kind", "distill"),
             test_settings={"trainer.total_training_steps": 2},
@@ -144,7 +144,7 @@ KINDS: dict[str, JobKind] = {
         JobKind(
             name="ppo",
             meaning="reinforcement learning (PPO, GRPO, ...)",
-            options="hpc_rl.config.ppo:PpoConfig",
+            options="hpc_rl.config.rl.ppo:PpoConfig",
             trainer="hpc_rl.rl.main_ppo",
             test_settings={"trainer.total_training_steps": 2, "critic.warmup_steps": 0},
             result=_MODEL,
@@ -160,7 +160,7 @@ KINDS: dict[str, JobKind] = {
         JobKind(
             name="generate",
             meaning="responses to prompts, with scores",
-            options="hpc_rl.config.generate:GenerateConfig",
+            options="hpc_rl.config.rl.generate:GenerateConfig",
             trainer="hpc_rl.rl.main_generate",
             test_settings={"data.max_prompts": 8},
             needs=_GENERATION,
@@ -172,7 +172,7 @@ KINDS: dict[str, JobKind] = {
         JobKind(
             name="eval",
             meaning="scores of a model (mean, pass@k, maj@k)",
-            options="hpc_rl.config.generate:EvalConfig",
+            options="hpc_rl.config.rl.generate:EvalConfig",
             trainer="hpc_rl.rl.main_generate",
             trainer_options=("--kind", "eval"),
             test_settings={"data.max_prompts": 8},
@@ -185,7 +185,7 @@ KINDS: dict[str, JobKind] = {
         JobKind(
             name="select",
             meaning="training data from scored responses",
-            options="hpc_rl.config.select:SelectConfig",
+            options="hpc_rl.config.training.select:SelectConfig",
             trainer="hpc_rl.data.main_select",
             needs=("torch",),
             examples={
@@ -216,7 +216,7 @@ KINDS: dict[str, JobKind] = {
             name="doctor",
             meaning="checks of the nodes",
             options="hpc_rl.config.ray:RayJobConfig",
-            node_entry="hpc_rl.node.doctor",
+            node_entry="hpc_rl.node.health.check",
             template="doctor.sbatch.j2",
             is_internal=True,
         ),

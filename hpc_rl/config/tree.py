@@ -11,7 +11,7 @@ from typing import Any
 import yaml
 
 from hpc_rl.errors import UserError
-from hpc_rl.host.files import read_regular
+from hpc_rl.system.files import read_regular
 
 _MOST_BYTES = 2**19
 """Of a YAML file of another user. About 40,000 bytes are read per second."""

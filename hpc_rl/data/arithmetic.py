@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from hpc_rl.errors import UserError
-from hpc_rl.host.files import write_jsonl
+from hpc_rl.system.files import write_jsonl
 
 _LARGEST = 20
 # All questions; the training and the validation data are disjoint parts of them.

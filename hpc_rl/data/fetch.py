@@ -10,10 +10,10 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from hpc_rl.data.hub import load_splits
+from hpc_rl.data.reading.hub import load_splits
 from hpc_rl.errors import EXIT_BAD_INPUT, UserError
-from hpc_rl.host.hub import hub_address
-from hpc_rl.host.installation import install_command
+from hpc_rl.formats.hub import hub_address
+from hpc_rl.software.installation import install_command
 
 _OTHER_FORMATS = ["*.onnx*", "*.gguf", "*.h5", "*.msgpack", "*.ot", "*.pth", "*.pt", "original/*", "onnx/*"]
 _OTHER_WEIGHTS = ["*.bin", *_OTHER_FORMATS]

@@ -6,10 +6,10 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from hpc_rl.data.formats import is_file, read_rows
-from hpc_rl.data.hub import load_split
+from hpc_rl.data.reading.formats import is_file, read_rows
+from hpc_rl.data.reading.hub import load_split
 from hpc_rl.errors import UserError
-from hpc_rl.host.files import write_jsonl
+from hpc_rl.system.files import write_jsonl
 
 _SPLITS = ("train", "test")
 _MARK = "####"

@@ -11,10 +11,10 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hpc_rl.config.finetune import FinetuneDataConfig
-from hpc_rl.config.prompts import PromptConfig
-from hpc_rl.data.formats import is_file
-from hpc_rl.data.sources import local_states, sources
+from hpc_rl.config.rl.prompts import PromptConfig
+from hpc_rl.config.training.finetune import FinetuneDataConfig
+from hpc_rl.data.reading.formats import is_file
+from hpc_rl.data.reading.sources import local_states, sources
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -22,9 +22,12 @@ if TYPE_CHECKING:
 FORMAT = 1
 """Increase it if a change of this project, outside of the modules below, changes the files or what is in them."""
 _CODE = (
-    *("arrow_values", "assistant_text", "chat", "formats", "messages", "pairs", "preference_rows", "prompt_files"),
-    *("prompts", "rows", "sample_files", "sft_dataset", "sources", "template", "template_forms", "tokenized"),
-    "turn_ends",
+    *(f"reading/{name}" for name in ("arrow_values", "formats", "preference_rows", "rows", "sources")),
+    *(
+        f"templates/{name}"
+        for name in ("assistant_text", "chat", "messages", "template", "template_forms", "turn_ends")
+    ),
+    *("pairs", "prompt_files", "prompts", "sample_files", "sft_dataset", "tokenized"),
 )
 """Modules of this package that make tokens of rows, which count by their text."""
 _NOT_IN_TOKENS = {
@@ -59,7 +62,7 @@ def key_of(
     in_order = json.dumps([None if tools is None else list(tools), settings.pop("chat_template_kwargs", None)])
     return _digest(
         FORMAT,
-        [_text(Path(__file__).with_name(f"{module}.py")) for module in _CODE],
+        [_text(Path(__file__).parent / f"{module}.py") for module in _CODE],
         [version(package) for package in ("transformers", "tokenizers", "jinja2")],
         [_place(name) for name in files],
         split,

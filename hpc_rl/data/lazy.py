@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hpc_rl.data.sft_dataset import Sample
-from hpc_rl.host.heartbeat import heart
+from hpc_rl.liveness.heartbeat import heart
 
 T = TypeVar("T", covariant=True)
 

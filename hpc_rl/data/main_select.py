@@ -13,12 +13,12 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from hpc_rl.config.compose import load_config
-from hpc_rl.config.select import SelectConfig
+from hpc_rl.config.training.select import SelectConfig
 from hpc_rl.data.selection import select
 from hpc_rl.errors import UserError
-from hpc_rl.host.disk import tolerate_lost_output
-from hpc_rl.host.heartbeat import heart
+from hpc_rl.liveness.heartbeat import heart
 from hpc_rl.run_dir import current_run_dir
+from hpc_rl.system.disk import tolerate_lost_output
 
 
 def main(arguments: Sequence[str]) -> int:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from hpc_rl.data.shares import describe, shares
+from hpc_rl.data.reading.shares import describe, shares
 
 
 @dataclass(frozen=True)

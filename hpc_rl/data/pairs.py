@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from hpc_rl.config.preferences import PreferenceDataConfig
-from hpc_rl.data.formats import Row
-from hpc_rl.data.messages import Chat, Extras, Message, extras, without_effect
-from hpc_rl.data.preference_rows import LabelledRow, PairRow, to_preference
+from hpc_rl.config.training.preferences import PreferenceDataConfig
+from hpc_rl.data.reading.formats import Row
+from hpc_rl.data.reading.preference_rows import LabelledRow, PairRow, to_preference
+from hpc_rl.data.reading.sources import BLOCK_ROWS, chunks
 from hpc_rl.data.sft_dataset import Counts, Encoder, Sample, encoder
-from hpc_rl.data.sources import BLOCK_ROWS, chunks
-from hpc_rl.host.heartbeat import heart
+from hpc_rl.data.templates.messages import Chat, Extras, Message, extras, without_effect
+from hpc_rl.liveness.heartbeat import heart
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

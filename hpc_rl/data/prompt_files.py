@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from hpc_rl.data.formats import Row
 from hpc_rl.data.prompts import Prompt, PromptCounts
+from hpc_rl.data.reading.formats import Row
 from hpc_rl.data.tokenized import Form, ItemBlock, Lists, Unstorable, as_bytes, as_lists
 
 

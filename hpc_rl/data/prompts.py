@@ -10,16 +10,16 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from hpc_rl.config.prompts import PromptConfig
-from hpc_rl.data.chat import as_text, chat_template
-from hpc_rl.data.formats import Row
-from hpc_rl.data.messages import Chat, Extras, extras, fields_without_effect, without_effect
-from hpc_rl.data.rows import to_prompt, unlearned
+from hpc_rl.config.rl.prompts import PromptConfig
+from hpc_rl.data.reading.formats import Row
+from hpc_rl.data.reading.rows import to_prompt, unlearned
+from hpc_rl.data.reading.sources import BLOCK_ROWS, chunks
 from hpc_rl.data.sft_dataset import unused_of
-from hpc_rl.data.sources import BLOCK_ROWS, chunks
+from hpc_rl.data.templates.chat import as_text, chat_template
+from hpc_rl.data.templates.messages import Chat, Extras, extras, fields_without_effect, without_effect
 from hpc_rl.errors import UserError
-from hpc_rl.host.counted import counted
-from hpc_rl.host.heartbeat import heart
+from hpc_rl.formats.counted import counted
+from hpc_rl.liveness.heartbeat import heart
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -15,7 +15,7 @@ from hpc_rl.data.lazy import Item, Sizes
 from hpc_rl.data.pairs import Preference
 from hpc_rl.data.sft_dataset import Counts, Sample
 from hpc_rl.data.tokenized import Form, ItemBlock, Lists, Tokenized, as_array, as_lists
-from hpc_rl.host.heartbeat import heart
+from hpc_rl.liveness.heartbeat import heart
 
 T = TypeVar("T", bound=Item)
 

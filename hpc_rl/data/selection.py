@@ -15,12 +15,12 @@ from itertools import groupby
 from pathlib import Path
 from typing import NamedTuple
 
-from hpc_rl.data.formats import Row, read_rows
-from hpc_rl.data.messages import READ_KEYS, Message
-from hpc_rl.data.rows import unlearned
+from hpc_rl.data.reading.formats import Row, read_rows
+from hpc_rl.data.reading.rows import unlearned
+from hpc_rl.data.templates.messages import READ_KEYS, Message
 from hpc_rl.errors import UserError
-from hpc_rl.host.counted import counted
-from hpc_rl.host.files import write_jsonl
+from hpc_rl.formats.counted import counted
+from hpc_rl.system.files import write_jsonl
 
 
 @dataclass
@@ -207,7 +207,7 @@ def as_chat_row(row: Row) -> Row:
 
 
 def selection(method: str, threshold: float | None) -> Selection:
-    """Return the selection of a method of `hpc_rl.config.select`."""
+    """Return the selection of a method of `hpc_rl.config.training.select`."""
     if method == "threshold":
         if threshold is None:
             raise ValueError("a selection by threshold needs one")

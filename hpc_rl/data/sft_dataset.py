@@ -12,20 +12,20 @@ import numpy as np
 from jinja2 import TemplateError
 from numpy.typing import NDArray
 
-from hpc_rl.config.finetune import FinetuneDataConfig
-from hpc_rl.config.sft import DataConfig
-from hpc_rl.data.assistant_text import ChatText
-from hpc_rl.data.chat import as_text, chat_template, render, turn_ends
-from hpc_rl.data.formats import Row
-from hpc_rl.data.messages import TRAIN, Chat, Extras, Message, extras, fields_without_effect, without_effect
-from hpc_rl.data.rows import to_messages
-from hpc_rl.data.sources import BLOCK_ROWS, chunks
-from hpc_rl.data.template import RENDER_S, marks_generation
-from hpc_rl.data.template_forms import forms_of, unused
+from hpc_rl.config.training.finetune import FinetuneDataConfig
+from hpc_rl.config.training.sft import DataConfig
+from hpc_rl.data.reading.formats import Row
+from hpc_rl.data.reading.rows import to_messages
+from hpc_rl.data.reading.sources import BLOCK_ROWS, chunks
+from hpc_rl.data.templates.assistant_text import ChatText
+from hpc_rl.data.templates.chat import as_text, chat_template, render, turn_ends
+from hpc_rl.data.templates.messages import TRAIN, Chat, Extras, Message, extras, fields_without_effect, without_effect
+from hpc_rl.data.templates.template import RENDER_S, marks_generation
+from hpc_rl.data.templates.template_forms import forms_of, unused
 from hpc_rl.errors import UserError
-from hpc_rl.host.bounds import cpu_seconds
-from hpc_rl.host.counted import counted
-from hpc_rl.host.heartbeat import heart
+from hpc_rl.formats.counted import counted
+from hpc_rl.liveness.heartbeat import heart
+from hpc_rl.software.bounds import cpu_seconds
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -18,8 +18,8 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import DTypeLike, NDArray
 
-from hpc_rl.data.formats import Row
 from hpc_rl.data.lazy import Rows
+from hpc_rl.data.reading.formats import Row
 
 T = TypeVar("T")
 

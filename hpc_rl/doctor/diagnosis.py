@@ -11,10 +11,10 @@ from typing import Literal
 
 from hpc_rl.doctor.known_failures import ANY_EXCEPTION, KNOWN_FAILURES, Kind, KnownFailure
 from hpc_rl.errors import EXIT_BAD_INPUT, UserError
-from hpc_rl.host import flight_records
-from hpc_rl.host.files import open_regular
+from hpc_rl.liveness import flight_records
 from hpc_rl.run_dir import RunDir
 from hpc_rl.runs.status import STOPPED, RunStatus, status_of
+from hpc_rl.system.files import open_regular
 from hpc_rl.tracking.metrics import MOST_STEPS, read_thinned
 from hpc_rl.tracking.planned import read_expected
 

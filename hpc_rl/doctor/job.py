@@ -17,10 +17,9 @@ from hpc_rl.doctor.checks import Check, has_problem, problem
 from hpc_rl.doctor.nodes import judge
 from hpc_rl.doctor.training import report, training_checks
 from hpc_rl.errors import UserError
-from hpc_rl.host import acceptance
-from hpc_rl.host.counted import counted
-from hpc_rl.host.files import read_end
-from hpc_rl.host.node_report import NodeReport
+from hpc_rl.formats import acceptance
+from hpc_rl.formats.counted import counted
+from hpc_rl.formats.node_report import NodeReport
 from hpc_rl.images.run_options import image_preflight
 from hpc_rl.run_dir import RunDir
 from hpc_rl.runs import control
@@ -32,7 +31,8 @@ from hpc_rl.submission.local import check_local, run_local
 from hpc_rl.submission.preflight.folders import check_run_dir
 from hpc_rl.submission.preflight.partition import ask_of, check_partition
 from hpc_rl.submission.request import Request, plan, reserve
-from hpc_rl.submission.script import render
+from hpc_rl.submission.script.render import render
+from hpc_rl.system.files import read_end
 
 KIND = "doctor"
 _LOG_BYTES = 2**20
@@ -45,7 +45,7 @@ TRAIN_TIME = "1:00:00"
 TRAIN_START_S = 300
 """Limit of the start of all nodes with the training checks, as in a job."""
 TRAIN = "train"
-"""The word by which `hpc_rl.node.doctor` runs the training checks."""
+"""The word by which `hpc_rl.node.health.check` runs the training checks."""
 
 
 @dataclass(frozen=True)

@@ -16,15 +16,15 @@ from hpc_rl.config.slurm import SlurmConfig, walltime_s
 from hpc_rl.doctor.checks import Check, ok, problem, warning
 from hpc_rl.doctor.packages import package_checks
 from hpc_rl.errors import UserError
-from hpc_rl.host.counted import counted
-from hpc_rl.host.disk import file_system
-from hpc_rl.host.machine import PythonFacts, file_latency_s, internet_addresses, python_facts, reach
-from hpc_rl.host.processes import GRACE_S
-from hpc_rl.host.scratch import SHARED
+from hpc_rl.formats.counted import counted
 from hpc_rl.images.run_options import image_preflight
 from hpc_rl.slurm import commands
 from hpc_rl.slurm.cluster import Partition, chosen, has_accounting, kill_wait_s, preemption
 from hpc_rl.slurm.place import Place, here
+from hpc_rl.system.disk import file_system
+from hpc_rl.system.machine import PythonFacts, file_latency_s, internet_addresses, python_facts, reach
+from hpc_rl.system.processes import GRACE_S
+from hpc_rl.system.scratch import SHARED
 
 SLOW_FILE_S = 0.1
 """A local disk takes 1 to 10 ms for a small file; NFS and Lustre take 5 to 50 ms if they are not overloaded."""
@@ -216,7 +216,7 @@ def python_checks(python: str | None) -> list[Check]:
     if python is None or Path(python) == Path(sys.executable):
         return package_checks(python_facts())
     try:
-        asked = [python, "-P", "-m", "hpc_rl.host.machine"]
+        asked = [python, "-P", "-m", "hpc_rl.system.machine"]
         done = subprocess.run(asked, capture_output=True, text=True, timeout=ANSWER_TIMEOUT_S, check=True)
         facts = PythonFacts.of_json(json.loads(done.stdout))
     except (OSError, subprocess.SubprocessError, ValueError, TypeError) as error:

@@ -9,11 +9,11 @@ from dataclasses import replace
 from hpc_rl.doctor.checks import Check, merged, ok, problem, warning
 from hpc_rl.doctor.diagnosis import LogText, findings
 from hpc_rl.doctor.packages import driver_check, package_checks
-from hpc_rl.host.counted import counted
-from hpc_rl.host.installation import install_command
-from hpc_rl.host.locks import REMEDY
-from hpc_rl.host.node_report import NodeReport, Trial
-from hpc_rl.host.ray_version import token_authentication
+from hpc_rl.formats.counted import counted
+from hpc_rl.formats.node_report import NodeReport, Trial
+from hpc_rl.software.installation import install_command
+from hpc_rl.software.ray_version import token_authentication
+from hpc_rl.system.locks import REMEDY
 
 SLOW_ROUND_TRIP_S = 3.0
 SLOW_FILE_S = 0.1

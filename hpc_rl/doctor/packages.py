@@ -10,9 +10,9 @@ from packaging.markers import default_environment
 from packaging.requirements import Requirement
 
 from hpc_rl.doctor.checks import Check, ok, problem, warning
-from hpc_rl.host.installation import install_command
-from hpc_rl.host.machine import PythonFacts
-from hpc_rl.host.ray_version import FLOOR, token_authentication
+from hpc_rl.software.installation import install_command
+from hpc_rl.software.ray_version import FLOOR, token_authentication
+from hpc_rl.system.machine import PythonFacts
 
 LEAST_PYTHON = (3, 11)
 LEAST_DRIVER = {11: 450, 12: 525, 13: 580}

@@ -8,12 +8,12 @@ from pathlib import Path
 
 from hpc_rl.doctor.checks import Check, as_text, ok, problem, skipped
 from hpc_rl.errors import UserError
-from hpc_rl.host.acceptance import Line
-from hpc_rl.host.counted import counted
-from hpc_rl.host.files import write_atomically
-from hpc_rl.host.layouts import WITHOUT_CHECK, Covered
-from hpc_rl.host.machine import PACKAGES
-from hpc_rl.host.node_report import NodeReport
+from hpc_rl.formats.acceptance import Line
+from hpc_rl.formats.counted import counted
+from hpc_rl.formats.layouts import WITHOUT_CHECK, Covered
+from hpc_rl.formats.node_report import NodeReport
+from hpc_rl.system.files import write_atomically
+from hpc_rl.system.machine import PACKAGES
 
 NOT_RUN = "the job ended before this check"
 COVERED = "layouts that were covered:"

@@ -13,8 +13,8 @@ from hpc_rl.environments.protocol import OWN_METHODS, Definition
 from hpc_rl.environments.python_tool import Python
 from hpc_rl.environments.schemas import Tool, make_tool
 from hpc_rl.errors import UserError
-from hpc_rl.host import user_code
-from hpc_rl.host.user_code import Location
+from hpc_rl.software import user_code
+from hpc_rl.software.user_code import Location
 
 _FORMS = "package.module:Name or path/file.py:Name"
 _LIBRARIES = ("builtins", "typing", "abc", "gym", "gymnasium")

@@ -19,7 +19,7 @@ from hpc_rl.environments.protocol import Message, Outcome, Reply
 from hpc_rl.environments.requests import Answer, Finish, Offered, Request, Start, Wanted, failed
 from hpc_rl.environments.tool_calls import Call, Malformed
 from hpc_rl.errors import RunError, UserError
-from hpc_rl.host.worker_process import ProcessLost, WorkerProcess
+from hpc_rl.system.worker_process import ProcessLost, WorkerProcess
 
 START_TIMEOUT_S = 120.0
 """Time limit for a process to load an environment."""

@@ -40,7 +40,7 @@ from pathlib import Path
 from hpc_rl.environments import kernel_filter
 from hpc_rl.environments.protocol import cut
 from hpc_rl.errors import UserError
-from hpc_rl.host.processes import shell_code
+from hpc_rl.system.processes import shell_code
 
 _MB = 1 << 20
 _PAUSE_S = 0.05

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from jinja2 import Environment, meta
 
-from hpc_rl.data.chat import as_text
+from hpc_rl.data.templates.chat import as_text
 from hpc_rl.environments.protocol import Message
 from hpc_rl.errors import UserError
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from hpc_rl.environments.tool_calls import VLLM, Call, Malformed, Parse
 from hpc_rl.errors import UserError
-from hpc_rl.host.installation import install_command
+from hpc_rl.software.installation import install_command
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -20,8 +20,8 @@ from hpc_rl.environments.loading import load_definition
 from hpc_rl.environments.protocol import Definition, Episode, Outcome, Reply, first_messages, join_replies, readable
 from hpc_rl.environments.requests import Answer, Offered, Request, Start, Wanted, failed
 from hpc_rl.errors import UserError
-from hpc_rl.host.processes import adopt_orphans, die_with_parent
-from hpc_rl.host.search_path import look_last
+from hpc_rl.system.processes import adopt_orphans, die_with_parent
+from hpc_rl.system.search_path import look_last
 
 
 class Conversations:

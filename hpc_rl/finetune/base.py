@@ -9,15 +9,15 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 
-from hpc_rl.config.finetune import FinetuneTrainerConfig
+from hpc_rl.config.training.finetune import FinetuneTrainerConfig
 from hpc_rl.data.lazy import Rows, Sizes
 from hpc_rl.data.tokenized import Form, Tokenize
 from hpc_rl.run_dir import RunDir
 from hpc_rl.training.batching import Bin, plan_batch
-from hpc_rl.training.distributed import World
 from hpc_rl.training.models.causal_lm import PackedModel
 from hpc_rl.training.models.loading import load_sharded
 from hpc_rl.training.models.pretrained import Pretrained
+from hpc_rl.training.parallel.distributed import World
 from hpc_rl.training.stopping import Stopping
 
 if TYPE_CHECKING:

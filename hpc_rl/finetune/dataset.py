@@ -14,7 +14,7 @@ from hpc_rl.finetune.windows import Windows
 from hpc_rl.run_dir import RunDir, trusted_group
 from hpc_rl.token_cache.cache import folder_of, open_tokenized
 from hpc_rl.token_cache.entry import Files, Request
-from hpc_rl.training.distributed import World
+from hpc_rl.training.parallel.distributed import World
 from hpc_rl.training.stopping import Stopping
 
 if TYPE_CHECKING:

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from hpc_rl.config.distill import DistillConfig
+from hpc_rl.config.training.distill import DistillConfig
 from hpc_rl.data.lazy import Sizes
 from hpc_rl.errors import AgreedError
 from hpc_rl.finetune.base import Found
@@ -17,11 +17,11 @@ from hpc_rl.finetune.sft import Sft
 from hpc_rl.finetune.teacher import LESSONS, Lesson, Teacher, pack_lessons, top_k_dtype, with_top_k
 from hpc_rl.finetune.teacher_ranks import RemoteTeacher, Teams, serve, split
 from hpc_rl.run_dir import RunDir
-from hpc_rl.training.distributed import World
+from hpc_rl.training.models.attention.packed_batch import PackedBatch
 from hpc_rl.training.models.causal_lm import CausalLM, PackedModel
 from hpc_rl.training.models.distill_head import SUMS, Teaching, Terms, distillation_sum, stored
-from hpc_rl.training.models.packed_batch import PackedBatch
 from hpc_rl.training.models.teacher import common_outputs, refuse_capped_logits
+from hpc_rl.training.parallel.distributed import World
 from hpc_rl.training.stopping import Stopping
 
 

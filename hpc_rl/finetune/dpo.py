@@ -11,7 +11,7 @@ import torch
 
 from hpc_rl.algorithms import preferences
 from hpc_rl.algorithms.preferences import PAIR_LOSSES, Pairs, Strength
-from hpc_rl.config.preferences import NEEDS_NO_REFERENCE, DpoConfig
+from hpc_rl.config.training.preferences import NEEDS_NO_REFERENCE, DpoConfig
 from hpc_rl.data import sample_files
 from hpc_rl.data.lazy import Rows, Sizes
 from hpc_rl.data.mismatched import Mismatched
@@ -21,12 +21,12 @@ from hpc_rl.data.tokenized import Tokenize
 from hpc_rl.finetune.base import Found, Objective, Work
 from hpc_rl.finetune.pair_batch import PairBatch, pack_preferences, response_logprobs
 from hpc_rl.finetune.reference import Reference, load_reference, with_ref_logprobs
-from hpc_rl.host.heartbeat import heart
+from hpc_rl.liveness.heartbeat import heart
 from hpc_rl.run_dir import RunDir
-from hpc_rl.training.distributed import World
 from hpc_rl.training.models.causal_lm import CausalLM, causal_lm
 from hpc_rl.training.models.pretrained import Pretrained
-from hpc_rl.training.sharding import reshard
+from hpc_rl.training.parallel.distributed import World
+from hpc_rl.training.parallel.sharding import reshard
 from hpc_rl.training.stopping import Stopping
 
 if TYPE_CHECKING:

@@ -5,10 +5,10 @@ To add an objective, write a class next to sft.py that derives from `Objective` 
 
 from __future__ import annotations
 
-from hpc_rl.config.distill import DistillConfig
-from hpc_rl.config.finetune import FinetuneConfig
-from hpc_rl.config.preferences import DpoConfig, PreferenceDataConfig, RmConfig
-from hpc_rl.config.sft import SftConfig
+from hpc_rl.config.training.distill import DistillConfig
+from hpc_rl.config.training.finetune import FinetuneConfig
+from hpc_rl.config.training.preferences import DpoConfig, PreferenceDataConfig, RmConfig
+from hpc_rl.config.training.sft import SftConfig
 from hpc_rl.finetune.base import Objective
 from hpc_rl.finetune.distill import Distill
 from hpc_rl.finetune.dpo import Dpo, Kto

@@ -9,9 +9,9 @@ import numpy as np
 import torch
 
 from hpc_rl.data.pairs import Preference
+from hpc_rl.training.models.attention.packed_batch import PackedBatch, filler, pack_samples
 from hpc_rl.training.models.causal_lm import CausalLM
 from hpc_rl.training.models.lm_head import token_logprobs
-from hpc_rl.training.models.packed_batch import PackedBatch, filler, pack_samples
 
 
 @dataclass(frozen=True)

@@ -18,8 +18,8 @@ import torch
 
 from hpc_rl.data.lazy import Sizes
 from hpc_rl.data.sft_dataset import Sample
-from hpc_rl.host.files import folder_state
-from hpc_rl.training.distributed import World
+from hpc_rl.system.files import folder_state
+from hpc_rl.training.parallel.distributed import World
 from hpc_rl.training.stopping import Stopping
 
 _ROUND = 128

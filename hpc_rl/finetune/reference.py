@@ -13,24 +13,24 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from hpc_rl.config.preferences import DpoConfig
+from hpc_rl.config.training.preferences import DpoConfig
 from hpc_rl.data.lazy import Joined, Rows, Sizes
 from hpc_rl.data.pairs import Preference
 from hpc_rl.errors import RunError
 from hpc_rl.finetune.base import Work
 from hpc_rl.finetune.pair_batch import PairBatch, pack_preferences, response_logprobs
 from hpc_rl.finetune.precomputed import Pace, free_memory, results_key, rounds
-from hpc_rl.host.disk import explained
-from hpc_rl.host.files import replacing
-from hpc_rl.host.heartbeat import heart
+from hpc_rl.liveness.heartbeat import heart
 from hpc_rl.run_dir import RunDir
+from hpc_rl.system.disk import explained
+from hpc_rl.system.files import replacing
 from hpc_rl.training import guards
-from hpc_rl.training.distributed import World
 from hpc_rl.training.models.causal_lm import CausalLM, causal_lm
 from hpc_rl.training.models.loading import load_sharded
 from hpc_rl.training.models.lora import without_adapters
 from hpc_rl.training.models.scalar_model import refuse_other_vocabulary
-from hpc_rl.training.sharding import reshard
+from hpc_rl.training.parallel.distributed import World
+from hpc_rl.training.parallel.sharding import reshard
 from hpc_rl.training.stopping import Stopped, Stopping
 
 

@@ -8,15 +8,15 @@ from typing import TYPE_CHECKING
 import torch
 
 from hpc_rl.algorithms.preferences import bradley_terry
-from hpc_rl.config.preferences import RmConfig
+from hpc_rl.config.training.preferences import RmConfig
 from hpc_rl.data.pairs import Preference, preference_tokenizer
 from hpc_rl.data.sample_files import Samples, preferences
 from hpc_rl.data.tokenized import Tokenize
 from hpc_rl.finetune.base import Found, Objective
 from hpc_rl.finetune.pair_batch import PairBatch, pack_preferences
-from hpc_rl.training.distributed import World
 from hpc_rl.training.models.pretrained import Pretrained
 from hpc_rl.training.models.scalar_model import ScoreModel, check_outputs, trained_reward_model
+from hpc_rl.training.parallel.distributed import World
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

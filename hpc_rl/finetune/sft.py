@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from hpc_rl.config.sft import SftConfig
+from hpc_rl.config.training.sft import SftConfig
 from hpc_rl.data.sample_files import CHATS, Samples
 from hpc_rl.data.sft_dataset import Sample, chat_tokenizer
 from hpc_rl.data.tokenized import Tokenize
 from hpc_rl.finetune.base import Found, Objective, Work
+from hpc_rl.training.models.attention.packed_batch import PackedBatch, filler, pack_samples
 from hpc_rl.training.models.causal_lm import CausalLM, causal_lm
 from hpc_rl.training.models.lm_head import cross_entropy_sum
-from hpc_rl.training.models.packed_batch import PackedBatch, filler, pack_samples
 from hpc_rl.training.models.pretrained import Pretrained
 
 if TYPE_CHECKING:

@@ -12,24 +12,24 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from hpc_rl.config.distill import DistillConfig
+from hpc_rl.config.training.distill import DistillConfig
 from hpc_rl.data.lazy import Joined, Rows, Sizes
 from hpc_rl.data.sample_files import Samples
 from hpc_rl.data.sft_dataset import Sample
 from hpc_rl.errors import RunError, UserError
 from hpc_rl.finetune.base import Work
 from hpc_rl.finetune.precomputed import Pace, free_memory, results_key, rounds
-from hpc_rl.host.disk import explained
-from hpc_rl.host.files import replacing
-from hpc_rl.host.heartbeat import heart
+from hpc_rl.liveness.heartbeat import heart
 from hpc_rl.run_dir import RunDir
+from hpc_rl.system.disk import explained
+from hpc_rl.system.files import replacing
 from hpc_rl.training import guards
-from hpc_rl.training.distributed import World
+from hpc_rl.training.models.attention.packed_batch import PackedBatch, filler, pack_samples
 from hpc_rl.training.models.distill_head import Teaching, in_chunks, live
 from hpc_rl.training.models.loading import load_sharded
-from hpc_rl.training.models.packed_batch import PackedBatch, filler, pack_samples
 from hpc_rl.training.models.teacher import teacher_model
-from hpc_rl.training.sharding import reshard
+from hpc_rl.training.parallel.distributed import World
+from hpc_rl.training.parallel.sharding import reshard
 from hpc_rl.training.stopping import Stopped, Stopping
 
 _STORE_BYTES = 256 << 20

@@ -27,15 +27,15 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from hpc_rl.config.distill import DistillConfig
+from hpc_rl.config.training.distill import DistillConfig
 from hpc_rl.errors import AgreedError
 from hpc_rl.finetune.teacher import Teacher
-from hpc_rl.host.counted import counted
-from hpc_rl.host.heartbeat import heart
+from hpc_rl.formats.counted import counted
+from hpc_rl.liveness.heartbeat import heart
 from hpc_rl.training import guards
-from hpc_rl.training.distributed import World
+from hpc_rl.training.models.attention.packed_batch import PackedBatch, filler, pack_samples
 from hpc_rl.training.models.distill_head import Taught, Teaching, in_chunks, live, stored
-from hpc_rl.training.models.packed_batch import PackedBatch, filler, pack_samples
+from hpc_rl.training.parallel.distributed import World
 
 _PATIENCE = timedelta(days=7)
 """How long a team waits for the other one, which may tokenize, load or export for hours. A rank that dies ends the job

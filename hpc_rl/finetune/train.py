@@ -15,12 +15,12 @@ import traceback
 from collections.abc import Sequence
 from typing import NoReturn
 
-from hpc_rl.config.finetune import FinetuneConfig
+from hpc_rl.config.training.finetune import FinetuneConfig
 from hpc_rl.errors import AgreedError, UserError
-from hpc_rl.host.disk import tolerate_lost_output
-from hpc_rl.host.heartbeat import heart
-from hpc_rl.host.imports import large_imports
+from hpc_rl.liveness.heartbeat import heart
 from hpc_rl.run_dir import RunDir, current_attempt_dir, current_run_dir
+from hpc_rl.software.imports import large_imports
+from hpc_rl.system.disk import tolerate_lost_output
 from hpc_rl.training.command import parse as read_command
 
 
@@ -63,7 +63,8 @@ def run(arguments: Sequence[str]) -> int:
         from transformers.utils import logging
 
         from hpc_rl.finetune.trainer import train
-        from hpc_rl.training import distributed, flight_recorder, memory_snapshot
+        from hpc_rl.training import memory_snapshot
+        from hpc_rl.training.parallel import distributed, flight_recorder
 
     attempt, rank = current_attempt_dir(), distributed.rank_from_env()
     logging.disable_progress_bar()  # its control characters would fill log files

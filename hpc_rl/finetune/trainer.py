@@ -10,31 +10,32 @@ from typing import Any
 
 import torch
 
-from hpc_rl.config.finetune import FinetuneConfig
-from hpc_rl.data.chat import as_trained, chat_template, template_remarks
+from hpc_rl.config.training.finetune import FinetuneConfig
 from hpc_rl.data.lazy import Item, Sizes, joined_sizes, sizes_of
 from hpc_rl.data.order import Position
+from hpc_rl.data.templates.chat import as_trained, chat_template, template_remarks
 from hpc_rl.errors import EXIT_STOPPED, AgreedError, AgreedRunError
 from hpc_rl.finetune.base import Objective, Work
 from hpc_rl.finetune.dataset import load_items, load_training
 from hpc_rl.finetune.objectives import objective_of
 from hpc_rl.finetune.training_data import TrainingData
-from hpc_rl.host.heartbeat import heart
+from hpc_rl.liveness.heartbeat import heart
 from hpc_rl.run_dir import RunDir
 from hpc_rl.tracking.metrics import has_validation, read_metrics
-from hpc_rl.tracking.report import failure_reported, report_end
+from hpc_rl.tracking.page.report import failure_reported, report_end
 from hpc_rl.tracking.tracker import open_tracker
-from hpc_rl.training import guards, sharding
+from hpc_rl.training import guards
 from hpc_rl.training.checkpoints import checkpoint
 from hpc_rl.training.checkpoints.export import export, export_dtype, is_exported
 from hpc_rl.training.checkpoints.folders import Progress, step_folder
 from hpc_rl.training.checkpoints.model_state import Tensors, random_state, set_random_state
 from hpc_rl.training.checkpoints.saver import OneModel, Saver
-from hpc_rl.training.distributed import World
 from hpc_rl.training.loop import LoopState, decide, run_steps, validate_first, validation_is_due
 from hpc_rl.training.models.causal_lm import Flops, PackedModel, count_flops, load_tokenizer
-from hpc_rl.training.offload import ModelOffload
 from hpc_rl.training.optim import build_optimizer, clip_gradients, lr_factor, set_lr
+from hpc_rl.training.parallel import sharding
+from hpc_rl.training.parallel.distributed import World
+from hpc_rl.training.parallel.offload import ModelOffload
 from hpc_rl.training.perf import Clock, max_memory_gb, peak_flops
 from hpc_rl.training.profiling import trace_path, traced
 from hpc_rl.training.rows import Decision, correct_together, decide_together
@@ -303,7 +304,7 @@ def use_rows(state: TrainerState, rows: Decision) -> None:
 def perf_metrics(work: Work, clock: Clock, flops: Flops, world: World) -> dict[str, float]:
     """Return the speed of a step without saving and validation. docs/sft.md lists the metrics and their scope.
 
-    perf/mfu is present only for devices in hpc_rl/host/gpu_models.py.
+    perf/mfu is present only for devices in hpc_rl/formats/gpu_models.py.
     """
     seconds = sum(clock.seconds.values())
     metrics = {

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from hpc_rl.config.finetune import FinetuneConfig
+from hpc_rl.config.training.finetune import FinetuneConfig
 from hpc_rl.data.lazy import Item, Sizes, sizes_of
 from hpc_rl.data.mixture import Mixture
 from hpc_rl.data.order import Position, batches, steps_per_epoch

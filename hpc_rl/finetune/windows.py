@@ -16,22 +16,22 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
-from hpc_rl.data.formats import Row
 from hpc_rl.data.identity import key_of, tokenizer_of, window_of, windows_of
 from hpc_rl.data.lazy import sizes_of
 from hpc_rl.data.order import Position, steps_per_epoch
-from hpc_rl.data.row_checks import refuse_local, refuse_offline
-from hpc_rl.data.windows import WindowReader, read_log, rows_file, window_blocks
+from hpc_rl.data.reading.formats import Row
+from hpc_rl.data.reading.row_checks import refuse_local, refuse_offline
+from hpc_rl.data.reading.windows import WindowReader, read_log, rows_file, window_blocks
 from hpc_rl.errors import AgreedError, AgreedRunError, RunError, UserError
 from hpc_rl.finetune.training_data import Batch, TrainingData
-from hpc_rl.host.heartbeat import heart
-from hpc_rl.host.hub import data_offline
-from hpc_rl.host.worker_process import ProcessLost
+from hpc_rl.formats.hub import data_offline
+from hpc_rl.liveness.heartbeat import heart
 from hpc_rl.run_dir import RunDir, trusted_group
+from hpc_rl.system.worker_process import ProcessLost
 from hpc_rl.token_cache.cache import forget, is_due, open_tokenized, stop
 from hpc_rl.token_cache.entry import Request, Source
 from hpc_rl.training.checkpoints import checkpoint
-from hpc_rl.training.distributed import World
+from hpc_rl.training.parallel.distributed import World
 from hpc_rl.training.stopping import Stopping
 
 if TYPE_CHECKING:

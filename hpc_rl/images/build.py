@@ -21,15 +21,15 @@ from typing import NoReturn
 
 from hpc_rl import __version__
 from hpc_rl.errors import RunError, UserError
-from hpc_rl.host.files import Follower, open_to_append, read_json, write_atomically
-from hpc_rl.host.ownership import private_folder
-from hpc_rl.host.processes import adopt_orphans, end, end_descendants, shell_code, start
-from hpc_rl.host.scratch import local_folder, remove_tree
-from hpc_rl.host.shipped import shipped
 from hpc_rl.images.definition import Builder, Source, build_argv, cause_of_failure, definition_args, space_needed
 from hpc_rl.images.runtimes import RUNTIMES, find_program, missing
 from hpc_rl.images.sif import check_image, this_architecture
 from hpc_rl.images.wheel import pack_wheel
+from hpc_rl.software.shipped import shipped
+from hpc_rl.system.files import Follower, open_to_append, read_json, write_atomically
+from hpc_rl.system.ownership import private_folder
+from hpc_rl.system.processes import adopt_orphans, end, end_descendants, shell_code, start
+from hpc_rl.system.scratch import local_folder, remove_tree
 
 POLL_S = 0.2
 VERSION_TIMEOUT_S = 60

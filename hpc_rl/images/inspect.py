@@ -11,12 +11,12 @@ from typing import Any
 
 from hpc_rl import __version__
 from hpc_rl.errors import UserError
-from hpc_rl.host.files import read_json
-from hpc_rl.host.versions import __file__ as _VERSIONS_FILE
 from hpc_rl.images.build import find_builder, sidecar
 from hpc_rl.images.definition import Builder
 from hpc_rl.images.runtimes import RUNTIMES
 from hpc_rl.images.sif import check_image
+from hpc_rl.software.versions import __file__ as _VERSIONS_FILE
+from hpc_rl.system.files import read_json
 
 TIMEOUT_S = 300
 LEAST_SHM = 1 << 30
@@ -31,7 +31,7 @@ class ImageReport:
     origin: dict[str, Any]
     """Content of the sidecar, if there is one."""
     facts: dict[str, Any] = field(default_factory=dict)
-    """Output of hpc_rl.host.versions inside the image."""
+    """Output of hpc_rl.software.versions inside the image."""
     problems: list[str] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
 

@@ -13,17 +13,17 @@ from pathlib import Path
 from typing import Any
 
 from hpc_rl.config.container import ContainerConfig
-from hpc_rl.config.finetune import FinetuneConfig
-from hpc_rl.config.generate import GenerateConfig
 from hpc_rl.config.job import JobConfig
-from hpc_rl.config.ppo import PpoConfig
+from hpc_rl.config.rl.generate import GenerateConfig
+from hpc_rl.config.rl.ppo import PpoConfig
 from hpc_rl.config.slurm import walltime_s
+from hpc_rl.config.training.finetune import FinetuneConfig
 from hpc_rl.config.tree import VALUES, flat
 from hpc_rl.errors import UserError
-from hpc_rl.host import jit_caches
-from hpc_rl.host.ownership import refuse_foreign
 from hpc_rl.images.runtimes import find_program, missing, runtime_of
 from hpc_rl.run_dir import RunDir
+from hpc_rl.software import jit_caches
+from hpc_rl.system.ownership import refuse_foreign
 
 PASSED = (
     *("SLURM_*", "HPC_RL_*", "HF_*", "TRANSFORMERS_*", "WANDB_*", "RAY_*", "VLLM_*", "TORCH_*", "TORCHINDUCTOR_*"),

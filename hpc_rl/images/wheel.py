@@ -11,7 +11,7 @@ from pathlib import Path
 
 from hpc_rl import __version__
 from hpc_rl.errors import UserError
-from hpc_rl.host.shipped import shipped
+from hpc_rl.software.shipped import shipped
 
 _PACKAGE = Path(__file__).parents[1]
 _SHIPPED = ("apptainer", "configs", "slurm_templates")

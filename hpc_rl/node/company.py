@@ -12,12 +12,12 @@ import threading
 import time
 
 from hpc_rl.errors import UserError
-from hpc_rl.host.deaths import KILLED
-from hpc_rl.host.files import write_atomically
 from hpc_rl.node.causes import TERMINATED, End
 from hpc_rl.node.meeting import POLL_S, Meeting
 from hpc_rl.node.network import free_port
 from hpc_rl.node.roll_call import Caller, Loss, RollCall
+from hpc_rl.system.deaths import KILLED
+from hpc_rl.system.files import write_atomically
 
 PLACE = ".roll-call"
 """File in the attempt's folder with address, port and secret of the roll call. Only its owner can read it."""

@@ -19,13 +19,13 @@ from dataclasses import dataclass
 from enum import Enum, auto
 from pathlib import Path
 
-from hpc_rl.host.files import write_atomically
-from hpc_rl.host.processes import GRACE_S
 from hpc_rl.node.causes import TERMINATED, End, Kind, Outcome, outcome_of
 from hpc_rl.node.company import Company, Lead, Mate, end_of_lost
 from hpc_rl.node.meeting import POLL_S, Meeting, named
 from hpc_rl.node.roll_call import SILENCE_S
 from hpc_rl.run_dir import lost_file, outcome_file, read_outcome
+from hpc_rl.system.files import write_atomically
+from hpc_rl.system.processes import GRACE_S
 
 LINGER_S = 300.0
 """How long processes of other nodes may run after those of node 0 have ended well."""

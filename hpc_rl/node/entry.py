@@ -11,18 +11,18 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from hpc_rl.errors import EXIT_STOPPED, UserError
-from hpc_rl.host.accelerators import DEVICES, collective_defaults, of_one_vendor
-from hpc_rl.host.deaths import remember_oom_kills
-from hpc_rl.host.disk import refuse_unwritable
-from hpc_rl.host.environment import openmp_defaults, tokenizer_defaults
-from hpc_rl.host.proxies import proxies, without_proxy_to
-from hpc_rl.host.scratch import local_folder
 from hpc_rl.node.company import Ended
 from hpc_rl.node.meeting import Meeting
 from hpc_rl.node.network import addresses_of, with_usable_interfaces
 from hpc_rl.node.usage_recorder import recording_usage
 from hpc_rl.run_dir import ENV_ATTEMPT_DIR, read_outcome
 from hpc_rl.slurm.allocation import Allocation, read_allocation
+from hpc_rl.software.environment import openmp_defaults, tokenizer_defaults
+from hpc_rl.software.proxies import proxies, without_proxy_to
+from hpc_rl.system.accelerators import DEVICES, collective_defaults, of_one_vendor
+from hpc_rl.system.deaths import remember_oom_kills
+from hpc_rl.system.disk import refuse_unwritable
+from hpc_rl.system.scratch import local_folder
 
 
 def run_entry(entry: Callable[[], int]) -> int:

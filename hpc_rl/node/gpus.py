@@ -8,7 +8,7 @@ import subprocess
 from collections.abc import Mapping
 from pathlib import Path
 
-from hpc_rl.host.usage import Gpu
+from hpc_rl.formats.usage import Gpu
 
 TIMEOUT_S = 20
 """A faulty driver answers late or never."""

@@ -19,16 +19,16 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from hpc_rl.host import flight_records
-from hpc_rl.host.files import write_atomically
-from hpc_rl.host.flight_records import Finding
-from hpc_rl.host.heartbeat import SUFFIX, Beat, read_beat
-from hpc_rl.host.processes import descendants
-from hpc_rl.host.walltime import RESERVE_S, WalltimeEnd, job_end, unlimited
+from hpc_rl.liveness import flight_records
+from hpc_rl.liveness.flight_records import Finding
+from hpc_rl.liveness.heartbeat import SUFFIX, Beat, read_beat
+from hpc_rl.liveness.walltime import RESERVE_S, WalltimeEnd, job_end, unlimited
 from hpc_rl.node import silence, stack_files
 from hpc_rl.node.pulses import EXCHANGE_S, Pulse, Pulses
 from hpc_rl.node.silence import Sight, Vigil
 from hpc_rl.run_dir import moved_end_file
+from hpc_rl.system.files import write_atomically
+from hpc_rl.system.processes import descendants
 
 LONGEST_LOOK_S = 5.0
 """Longest interval between two looks."""

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hpc_rl.errors import UserError
-from hpc_rl.host.files import write_atomically
+from hpc_rl.system.files import write_atomically
 
 POLL_S = 0.05
 """Interval between two looks for a file."""

@@ -11,8 +11,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from hpc_rl.host.files import read_json, write_atomically
 from hpc_rl.node.silence import Sight
+from hpc_rl.system.files import read_json, write_atomically
 
 EXCHANGE_S = 10.0
 """Interval between two pulses. Each is a small write to the shared file system."""

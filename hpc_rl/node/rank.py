@@ -15,13 +15,13 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from hpc_rl.errors import EXIT_BAD_INPUT, EXIT_STOPPED
-from hpc_rl.host.disk import tolerate_lost_output
-from hpc_rl.host.files import open_to_append
-from hpc_rl.host.numa import bind_near, gpu_of_rank
-from hpc_rl.host.processes import die_with_parent, forward_termination, held_termination, shell_code, start, wait
 from hpc_rl.node.rank_ends import RankExit, log_path, read_exits, record_exit, record_start
 from hpc_rl.node.signals import ASKED_GRACE_S
 from hpc_rl.run_dir import ENV_ATTEMPT_DIR
+from hpc_rl.system.disk import tolerate_lost_output
+from hpc_rl.system.files import open_to_append
+from hpc_rl.system.numa import bind_near, gpu_of_rank
+from hpc_rl.system.processes import die_with_parent, forward_termination, held_termination, shell_code, start, wait
 
 ENV_NODE_RANK, ENV_NODES = "HPC_RL_NODE_RANK", "HPC_RL_NODES"
 """Variables with this node's place in the job, and the number of its nodes. Every node has equally many ranks."""

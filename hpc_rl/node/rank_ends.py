@@ -11,11 +11,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from hpc_rl.errors import EXIT_BAD_INPUT
-from hpc_rl.host.deaths import KILLED, meaning_of, ran_out_of_memory
-from hpc_rl.host.files import tail, write_atomically
-from hpc_rl.host.processes import shell_code
 from hpc_rl.node.causes import TERMINATED, End, Kind, first_cause, kind_of
 from hpc_rl.node.meeting import POLL_S
+from hpc_rl.system.deaths import KILLED, meaning_of, ran_out_of_memory
+from hpc_rl.system.files import tail, write_atomically
+from hpc_rl.system.processes import shell_code
 
 RECORD_TIMEOUT_S = 15.0
 """How long a parent may take to end its rank and to record that."""

@@ -6,9 +6,9 @@ import re
 import time
 from pathlib import Path
 
-from hpc_rl.host.files import Follower
 from hpc_rl.node.causes import End
 from hpc_rl.node.ending import print_cause
+from hpc_rl.system.files import Follower
 
 LOG_POLL_S = 0.5
 """Interval between reads of the log, which is on a shared file system."""

@@ -11,7 +11,7 @@ import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from hpc_rl.host.heartbeat import RUN, Beat
+from hpc_rl.liveness.heartbeat import RUN, Beat
 
 LONG = 4
 """A long phase, and the first time in any phase, may take this many times trainer.hang_timeout_s."""

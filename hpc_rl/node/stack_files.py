@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from hpc_rl.host import stacks
+from hpc_rl.liveness import stacks
 from hpc_rl.node.silence import BLOCKED, STOPPED
 
 FOLDER = "stacks"

@@ -17,13 +17,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from hpc_rl.errors import RunError, UserError
-from hpc_rl.host.disk import tolerate_lost_output
-from hpc_rl.host.files import open_to_append
-from hpc_rl.host.heartbeat import BEATS, ENV_HEARTBEATS
-from hpc_rl.host.jit_caches import jit_cache_defaults
-from hpc_rl.host.numa import numa_defaults
-from hpc_rl.host.processes import adopt_orphans, end, end_descendants, start
-from hpc_rl.host.scratch import held_scratch, programs_tmpdir
+from hpc_rl.liveness.heartbeat import BEATS, ENV_HEARTBEATS
 from hpc_rl.node.causes import End
 from hpc_rl.node.company import Company, join, lead
 from hpc_rl.node.ending import leave, print_cause, settle
@@ -37,6 +31,12 @@ from hpc_rl.node.shown_log import ShownLog
 from hpc_rl.node.signals import end_when, heed_signals
 from hpc_rl.run_dir import ENV_GROUP_DIR
 from hpc_rl.slurm.allocation import Allocation
+from hpc_rl.software.jit_caches import jit_cache_defaults
+from hpc_rl.system.disk import tolerate_lost_output
+from hpc_rl.system.files import open_to_append
+from hpc_rl.system.numa import numa_defaults
+from hpc_rl.system.processes import adopt_orphans, end, end_descendants, start
+from hpc_rl.system.scratch import held_scratch, programs_tmpdir
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -18,11 +18,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hpc_rl.errors import UserError
-from hpc_rl.host.processes import descendants, start
-from hpc_rl.host.usage import UsageSample, append_line, sample_line, usage_file
+from hpc_rl.formats.usage import UsageSample, append_line, sample_line, usage_file
 from hpc_rl.node.gpus import measure_gpus
 from hpc_rl.node.ray_cluster.limits import memory_limit
 from hpc_rl.slurm.allocation import Allocation
+from hpc_rl.system.processes import descendants, start
 
 INTERVAL_S = (2.0, 60.0)
 """Shortest and longest time between two samples."""

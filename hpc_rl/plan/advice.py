@@ -10,9 +10,9 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from hpc_rl.config.generate import GenerateConfig
-from hpc_rl.config.ppo import PpoConfig
-from hpc_rl.config.rollout import SHARED_GPU
+from hpc_rl.config.rl.generate import GenerateConfig
+from hpc_rl.config.rl.ppo import PpoConfig
+from hpc_rl.config.rl.rollout import SHARED_GPU
 from hpc_rl.config.tree import put
 from hpc_rl.plan.memory import Planned, Shapes, models_of
 from hpc_rl.plan.plan import fits, plan_of

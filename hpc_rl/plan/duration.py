@@ -10,15 +10,15 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from hpc_rl.config.distill import DistillConfig
-from hpc_rl.config.finetune import FinetuneConfig
-from hpc_rl.config.generate import GenerateConfig
-from hpc_rl.config.pools import pool_of, pool_spec
-from hpc_rl.config.ppo import PpoConfig
-from hpc_rl.config.preferences import NEEDS_NO_REFERENCE, DpoConfig, RmConfig
-from hpc_rl.config.rollout import engine_spec
-from hpc_rl.config.training import recomputed_layers
-from hpc_rl.host.gpu_models import GpuModel
+from hpc_rl.config.rl.generate import GenerateConfig
+from hpc_rl.config.rl.pools import pool_of, pool_spec
+from hpc_rl.config.rl.ppo import PpoConfig
+from hpc_rl.config.rl.rollout import engine_spec
+from hpc_rl.config.training.common import recomputed_layers
+from hpc_rl.config.training.distill import DistillConfig
+from hpc_rl.config.training.finetune import FinetuneConfig
+from hpc_rl.config.training.preferences import NEEDS_NO_REFERENCE, DpoConfig, RmConfig
+from hpc_rl.formats.gpu_models import GpuModel
 from hpc_rl.plan.memory import Planned, Shapes, cache_tokens, models_of, weights_of_engine
 from hpc_rl.plan.shape import Shape
 

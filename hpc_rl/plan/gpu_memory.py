@@ -13,14 +13,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from hpc_rl.config.training import OFFLOAD_BYTES, Offload, Recompute, Sharding, recomputed_layers
+from hpc_rl.config.training.common import OFFLOAD_BYTES, Offload, Recompute, Sharding, recomputed_layers
 from hpc_rl.plan.shape import Shape
 
 COMPUTE = 2
 """Bytes of a number in bfloat16, in which GPUs compute."""
 FLOAT32 = 4
 SCORE_BYTES = 256 << 20
-"""Bytes of float32 scores of one block of queries (hpc_rl.training.models.exact_attention)."""
+"""Bytes of float32 scores of one block of queries (hpc_rl.training.models.attention.exact_attention)."""
 CHUNK_BYTES = 1 << 30
 """Bytes of float32 logits in one chunk (hpc_rl.training.models.lm_head)."""
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 from hpc_rl.config.slurm import SlurmConfig
-from hpc_rl.host.gpu_models import GpuModel, named_gb, requested, stated_gb
+from hpc_rl.formats.gpu_models import GpuModel, named_gb, requested, stated_gb
 
 USABLE = 0.95
 """Assumed: the part of a GPU's memory that tensors can use. CUDA's own memory and gaps between tensors take the

@@ -6,16 +6,16 @@ import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
-from hpc_rl.config.distill import DistillConfig
-from hpc_rl.config.finetune import FinetuneConfig
-from hpc_rl.config.generate import GenerateConfig
-from hpc_rl.config.moments import saved_by_eight_bits
-from hpc_rl.config.pools import Role, pool_of, pool_spec
-from hpc_rl.config.ppo import PpoConfig
-from hpc_rl.config.preferences import NEEDS_NO_REFERENCE, DpoConfig, RmConfig
-from hpc_rl.config.rollout import OWN_GPU, SHARED_GPU, engine_dtype, engine_spec
-from hpc_rl.config.sharding import STATE_BYTES, auto_sharding
-from hpc_rl.config.training import LoraConfig, ModelConfig, OptimConfig, Sharding, TrainingConfig
+from hpc_rl.config.rl.generate import GenerateConfig
+from hpc_rl.config.rl.pools import Role, pool_of, pool_spec
+from hpc_rl.config.rl.ppo import PpoConfig
+from hpc_rl.config.rl.rollout import OWN_GPU, SHARED_GPU, engine_dtype, engine_spec
+from hpc_rl.config.training.common import LoraConfig, ModelConfig, OptimConfig, Sharding, TrainingConfig
+from hpc_rl.config.training.distill import DistillConfig
+from hpc_rl.config.training.finetune import FinetuneConfig
+from hpc_rl.config.training.moments import saved_by_eight_bits
+from hpc_rl.config.training.preferences import NEEDS_NO_REFERENCE, DpoConfig, RmConfig
+from hpc_rl.config.training.sharding import STATE_BYTES, auto_sharding
 from hpc_rl.plan.gpu_memory import COMPUTE, FLOAT32, Head, Held, Parts
 from hpc_rl.plan.shape import Shape
 

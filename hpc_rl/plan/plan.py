@@ -10,11 +10,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from hpc_rl.config.finetune import FinetuneConfig
-from hpc_rl.config.generate import GenerateConfig
-from hpc_rl.config.pools import pool_of
-from hpc_rl.config.ppo import PpoConfig
-from hpc_rl.config.training import TrainingConfig
+from hpc_rl.config.rl.generate import GenerateConfig
+from hpc_rl.config.rl.pools import pool_of
+from hpc_rl.config.rl.ppo import PpoConfig
+from hpc_rl.config.training.common import TrainingConfig
+from hpc_rl.config.training.finetune import FinetuneConfig
 from hpc_rl.plan.gpu_memory import COMPUTE, Held
 from hpc_rl.plan.hardware import TIGHT, USABLE
 from hpc_rl.plan.memory import (

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from hpc_rl.config.generate import GenerateConfig
+from hpc_rl.config.rl.generate import GenerateConfig
 from hpc_rl.plan.hardware import TIGHT, USABLE
 from hpc_rl.plan.memory import Phase, Planned, Shapes, phases, placed_models
 

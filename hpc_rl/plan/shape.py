@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from hpc_rl.errors import UserError
-from hpc_rl.host.model_kind import depends_on_rows
+from hpc_rl.formats.model_kind import depends_on_rows
 
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {},

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from hpc_rl.host.counted import counted
+from hpc_rl.formats.counted import counted
 from hpc_rl.plan.advice import Advice, words
 from hpc_rl.plan.duration import PROMPTS, Duration
 from hpc_rl.plan.plan import Plan

@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from hpc_rl.errors import RunError
 from hpc_rl.run_dir import current_attempt_dir
-from hpc_rl.training import distributed
+from hpc_rl.training.parallel import distributed
 
 TIMEOUT_S = 60
 BYTES = {"cpu": 16 << 20, "gpu": 256 << 20}

@@ -11,11 +11,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from hpc_rl.config.training import ModelSource
-from hpc_rl.data.chat import as_text, ending_token_ids
+from hpc_rl.config.training.common import ModelSource
+from hpc_rl.data.templates.chat import as_text, ending_token_ids
 from hpc_rl.errors import UserError
-from hpc_rl.host.shown_text import escaped_output
-from hpc_rl.host.signs_of_life import doing, signs_of_life
+from hpc_rl.liveness.shown_text import escaped_output
+from hpc_rl.liveness.signs_of_life import doing, signs_of_life
 
 if TYPE_CHECKING:
     import torch
@@ -151,7 +151,7 @@ def main(arguments: Sequence[str]) -> int:
     try:
         import torch
 
-        from hpc_rl.rl.process import quiet_libraries
+        from hpc_rl.rl.actors.process import quiet_libraries
 
         quiet_libraries()
         if options.seed is not None:

@@ -15,10 +15,10 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from hpc_rl.errors import UserError
-from hpc_rl.host import user_code
-from hpc_rl.host.user_code import Location
 from hpc_rl.rewards import signature
 from hpc_rl.rewards.table import REWARDS
+from hpc_rl.software import user_code
+from hpc_rl.software.user_code import Location
 
 _FORMS = "package.module:function or path/file.py:function"
 

@@ -29,10 +29,10 @@ from urllib.error import HTTPError, URLError
 from urllib.request import ProxyHandler, Request, build_opener
 
 from hpc_rl.errors import RunError
-from hpc_rl.host.heartbeat import heart
-from hpc_rl.host.proxies import proxies
+from hpc_rl.liveness.heartbeat import heart
 from hpc_rl.rewards.number import SCORE_KEY
 from hpc_rl.rewards.worker import Result, failed, succeeded
+from hpc_rl.software.proxies import proxies
 
 _ATTEMPTS = 3
 _PAUSE_S = 0.2  # before the second attempt, twice that before the third

@@ -8,9 +8,9 @@ from functools import partial
 from typing import Any
 
 from hpc_rl.errors import UserError
-from hpc_rl.host.user_code import import_module
 from hpc_rl.rewards import signature
 from hpc_rl.rewards.check import check_function, locate
+from hpc_rl.software.user_code import import_module
 
 
 def load_function(spec: str, kwargs: Mapping[str, Any]) -> Callable[..., Any]:

@@ -14,8 +14,8 @@ from typing import Any
 
 from math_verify import parse, verify  # type: ignore[import-untyped]
 
-from hpc_rl.host.bounds import more_memory
 from hpc_rl.rewards.number import required_text
+from hpc_rl.software.bounds import more_memory
 
 _BOXED = "\\boxed"
 _PERCENT = re.compile(r"(?<=[0-9])\{\\?%\}|(?:~|\\ )?\\?%")

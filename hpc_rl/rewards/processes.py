@@ -14,9 +14,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from hpc_rl.errors import RunError, UserError
-from hpc_rl.host.heartbeat import heart
-from hpc_rl.host.worker_process import ProcessLost, WorkerProcess
+from hpc_rl.liveness.heartbeat import heart
 from hpc_rl.rewards.worker import Call, Result, failed
+from hpc_rl.system.worker_process import ProcessLost, WorkerProcess
 
 Function = tuple[str, Mapping[str, Any]]
 """A reward function by its name, and its keyword arguments."""

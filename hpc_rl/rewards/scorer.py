@@ -12,9 +12,9 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from hpc_rl.config.reward import OptionalRewardConfig
+from hpc_rl.config.rl.reward import OptionalRewardConfig
 from hpc_rl.data.prompts import Prompt
-from hpc_rl.host.heartbeat import heart
+from hpc_rl.liveness.heartbeat import heart
 from hpc_rl.rewards.check import check_function, check_url
 from hpc_rl.rewards.http import Endpoint
 from hpc_rl.rewards.processes import RewardProcesses

@@ -15,11 +15,11 @@ from multiprocessing.connection import Connection
 from typing import Any, NamedTuple
 
 from hpc_rl.errors import UserError
-from hpc_rl.host.processes import die_with_parent
-from hpc_rl.host.search_path import look_last
 from hpc_rl.rewards import signature
 from hpc_rl.rewards.load import load_function
 from hpc_rl.rewards.number import split_reward
+from hpc_rl.system.processes import die_with_parent
+from hpc_rl.system.search_path import look_last
 
 Call = tuple[int, str, Any, dict[str, Any]]
 """Number of the function, response, reference answer, and the extra parameters."""

@@ -12,7 +12,7 @@ from hpc_rl.errors import UserError
 from hpc_rl.run_dir import RunDir, current_attempt_dir, current_run_dir
 
 if TYPE_CHECKING:
-    from hpc_rl.rl.cluster import DriverConfig, Runner
+    from hpc_rl.rl.actors.cluster import DriverConfig, Runner
 
 
 def run_in_driver(kind: str, config: DriverConfig, runner_class: type[Runner], run: RunDir | None) -> int:
@@ -25,7 +25,7 @@ def run_in_driver(kind: str, config: DriverConfig, runner_class: type[Runner], r
         UserError: the run cannot work as requested.
         RunError: a process died or did not answer.
     """
-    from hpc_rl.rl.cluster import new_attempt, new_run, run_driver
+    from hpc_rl.rl.actors.cluster import new_attempt, new_run, run_driver
 
     run = run or current_run_dir() or new_run(kind)
     if logs := current_attempt_dir():

@@ -14,12 +14,12 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from hpc_rl.config.generate import GenerateConfig
-from hpc_rl.host.disk import tolerate_lost_output
-from hpc_rl.host.heartbeat import heart
-from hpc_rl.host.imports import large_imports
+from hpc_rl.config.rl.generate import GenerateConfig
+from hpc_rl.liveness.heartbeat import heart
 from hpc_rl.rl.command import run_in_driver, run_main
 from hpc_rl.run_dir import RunDir
+from hpc_rl.software.imports import large_imports
+from hpc_rl.system.disk import tolerate_lost_output
 from hpc_rl.training.command import parse
 
 
@@ -29,10 +29,10 @@ class GenerationRunner:
     def run(self, config: GenerateConfig, run: RunDir, logs: Path) -> int:
         """Generate what is left, evaluate it if the job is an evaluation, and return the exit code."""
         with large_imports():
-            from hpc_rl.rl.cluster import driver_log
+            from hpc_rl.rl.actors.cluster import driver_log
+            from hpc_rl.rl.actors.process import begin, quiet_libraries
             from hpc_rl.rl.generation.run import run_generation
-            from hpc_rl.rl.process import begin, quiet_libraries
-            from hpc_rl.tracking.report import report_end
+            from hpc_rl.tracking.page.report import report_end
 
         begin(driver_log(logs))
         heart.begin("the driver")

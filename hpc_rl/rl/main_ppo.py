@@ -12,18 +12,18 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from hpc_rl.config.ppo import PpoConfig
+from hpc_rl.config.rl.ppo import PpoConfig
 from hpc_rl.errors import EXIT_STOPPED, RunError
-from hpc_rl.host.allocator import keep_freed_memory
-from hpc_rl.host.disk import tolerate_lost_output
-from hpc_rl.host.heartbeat import heart
-from hpc_rl.host.imports import large_imports
+from hpc_rl.liveness.heartbeat import heart
 from hpc_rl.rl.command import run_in_driver, run_main
 from hpc_rl.run_dir import RunDir
+from hpc_rl.software.allocator import keep_freed_memory
+from hpc_rl.software.imports import large_imports
+from hpc_rl.system.disk import tolerate_lost_output
 from hpc_rl.training.command import parse as read_command
 
 if TYPE_CHECKING:
-    from hpc_rl.rl.cluster import Runner
+    from hpc_rl.rl.actors.cluster import Runner
 
 
 class TaskRunner:
@@ -32,11 +32,11 @@ class TaskRunner:
     def run(self, config: PpoConfig, run: RunDir, logs: Path) -> int:
         """Set up the run, train, and return the exit code."""
         with large_imports():
-            from hpc_rl.rl.cluster import driver_log
-            from hpc_rl.rl.process import begin, quiet_libraries
-            from hpc_rl.rl.setup import set_up
-            from hpc_rl.rl.trainer import train
-            from hpc_rl.tracking.report import failure_reported
+            from hpc_rl.rl.actors.cluster import driver_log
+            from hpc_rl.rl.actors.process import begin, quiet_libraries
+            from hpc_rl.rl.loop.setup import set_up
+            from hpc_rl.rl.loop.trainer import train
+            from hpc_rl.tracking.page.report import failure_reported
             from hpc_rl.training.stopping import Stopped
 
         begin(driver_log(logs))

@@ -13,13 +13,13 @@ from itertools import groupby
 from pathlib import Path
 
 from hpc_rl.errors import UserError
-from hpc_rl.host import entries
-from hpc_rl.host.files import read_json
-from hpc_rl.host.ownership import is_own_folder
-from hpc_rl.host.scratch import remove_tree
 from hpc_rl.run_dir import RunDir, submitting
 from hpc_rl.runs.control import settled_status
 from hpc_rl.runs.status import RunStatus, is_pipeline, is_sweep
+from hpc_rl.system import entries
+from hpc_rl.system.files import read_json
+from hpc_rl.system.ownership import is_own_folder
+from hpc_rl.system.scratch import remove_tree
 from hpc_rl.training.checkpoints import folders
 
 DAY_S = 86_400

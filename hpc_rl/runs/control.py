@@ -9,13 +9,13 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 from hpc_rl.errors import EXIT_STOPPED, UserError
-from hpc_rl.host.counted import counted
-from hpc_rl.host.files import write_atomically
-from hpc_rl.host.ownership import is_own_folder
+from hpc_rl.formats.counted import counted
 from hpc_rl.run_dir import RunDir
 from hpc_rl.runs.status import ROOT, RunStatus, in_slurm, named_paths, place_of, process_alive, status_of, statuses_of
 from hpc_rl.slurm import commands
 from hpc_rl.slurm.place import by_place
+from hpc_rl.system.files import write_atomically
+from hpc_rl.system.ownership import is_own_folder
 
 STATE_POLL_S = (1.0, 15.0)
 """First and last interval between two queries to Slurm. The interval grows because many users share its controller."""

@@ -7,11 +7,11 @@ from collections.abc import Iterator
 from heapq import nlargest
 from pathlib import Path
 
-from hpc_rl.host.files import write_atomically
-from hpc_rl.host.ownership import is_own_folder
 from hpc_rl.run_dir import RunDir
 from hpc_rl.runs import remembered
 from hpc_rl.runs.status import ROOT, is_pipeline, is_sweep, runs_below
+from hpc_rl.system.files import write_atomically
+from hpc_rl.system.ownership import is_own_folder
 
 MOST_FOLDERS = 50
 """Folders that are remembered."""

@@ -10,11 +10,11 @@ from typing import Self
 
 from rich.console import Console
 
-from hpc_rl.host.files import Follower
-from hpc_rl.host.shown_text import shown, terminal
+from hpc_rl.liveness.shown_text import shown, terminal
 from hpc_rl.run_dir import RunDir
 from hpc_rl.runs.stages import Stages
 from hpc_rl.runs.status import current_job, job_log
+from hpc_rl.system.files import Follower
 from hpc_rl.tracking.metrics import Record, parse_line
 from hpc_rl.tracking.progress import ProgressView
 

@@ -16,14 +16,14 @@ from rich.console import Console, RenderableType
 from rich.live import Live
 
 from hpc_rl.errors import UserError
-from hpc_rl.host.files import Follower, read_end
-from hpc_rl.host.shown_text import terminal
-from hpc_rl.host.signs_of_life import end_signs_of_life
-from hpc_rl.host.usage import read_spans
+from hpc_rl.formats.usage import read_spans
+from hpc_rl.liveness.shown_text import terminal
+from hpc_rl.liveness.signs_of_life import end_signs_of_life
 from hpc_rl.run_dir import RunDir
 from hpc_rl.runs import control
 from hpc_rl.runs.stages import start_phase
 from hpc_rl.runs.status import status_of
+from hpc_rl.system.files import Follower, read_end
 from hpc_rl.tracking.dashboard import Snapshot, printable, screen
 from hpc_rl.tracking.formatting import duration, hours
 from hpc_rl.tracking.history import read_history

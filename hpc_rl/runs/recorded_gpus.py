@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from hpc_rl.config.slurm import SlurmConfig
 from hpc_rl.config.tree import read_options
-from hpc_rl.host.usage import read_spans
+from hpc_rl.formats.usage import read_spans
 from hpc_rl.run_dir import RunDir
 from hpc_rl.runs.folders import newest_runs
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from hpc_rl.host.ownership import is_own_folder, open_own
+from hpc_rl.system.ownership import is_own_folder, open_own
 
 
 def folders() -> list[Path]:

@@ -8,15 +8,15 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from hpc_rl.errors import UserError
-from hpc_rl.host.ownership import is_own_folder
 from hpc_rl.run_dir import RunDir
 from hpc_rl.runs.run_sets import find_run_set
 from hpc_rl.runs.status import RunStatus, find_run, is_local, place_of, statuses_of
 from hpc_rl.slurm import commands
 from hpc_rl.slurm.place import by_place
+from hpc_rl.system.ownership import is_own_folder
 from hpc_rl.tracking.history import History, read_history, with_accounting
+from hpc_rl.tracking.page.report import write_page
 from hpc_rl.tracking.recorded import read_run
-from hpc_rl.tracking.report import write_page
 
 REFRESH_S = 30.0
 """Interval between two versions of the page of an active run, and between two reloads of the page."""

@@ -12,12 +12,12 @@ from typing import Any
 
 from hpc_rl.config.pipeline import ROUND
 from hpc_rl.errors import EXIT_STOPPED
-from hpc_rl.host.counted import counted
-from hpc_rl.host.files import read_json
-from hpc_rl.host.typed_json import is_text
+from hpc_rl.formats.counted import counted
+from hpc_rl.formats.typed_json import is_text
 from hpc_rl.run_dir import PIPELINE_MARK, SWEEP_MARK, RunDir
 from hpc_rl.runs import control
 from hpc_rl.runs.status import ROOT, RunStatus, is_pipeline, is_sweep, statuses_of
+from hpc_rl.system.files import read_json
 from hpc_rl.tracking.recorded import STAGE
 
 _STAGE = re.compile(r"[\w-]{1,60}")

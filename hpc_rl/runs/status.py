@@ -16,13 +16,13 @@ from pathlib import Path
 from typing import Any
 
 from hpc_rl.errors import UserError
-from hpc_rl.host.disk import disk_problem
-from hpc_rl.host.files import open_regular, read_end, read_regular
 from hpc_rl.run_dir import MARKS, PIPELINE_MARK, SWEEP_MARK, RunDir, terminated_file
 from hpc_rl.runs import remembered
 from hpc_rl.slurm import commands
 from hpc_rl.slurm.place import Place, by_place, recorded
 from hpc_rl.slurm.states import ENDED, JobState
+from hpc_rl.system.disk import disk_problem
+from hpc_rl.system.files import open_regular, read_end, read_regular
 from hpc_rl.tracking.metrics import parse_line
 
 ROOT = Path("runs")

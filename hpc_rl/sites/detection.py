@@ -12,11 +12,11 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from hpc_rl.errors import UserError
-from hpc_rl.host.files import write_atomically
 from hpc_rl.sites import record
 from hpc_rl.sites.proposal import Facts
 from hpc_rl.slurm import cluster, commands
 from hpc_rl.slurm.place import CLUSTERS, here, is_single
+from hpc_rl.system.files import write_atomically
 
 _RELEVANT_MODULES = re.compile(r"(cuda|nvhpc|rocm|nccl|cudnn|gcc)$", re.IGNORECASE)
 _RUNTIMES = ("apptainer", "singularity", "enroot")

@@ -27,11 +27,11 @@ from hpc_rl.config.keys import documented_keys, find_annotation, nearest
 from hpc_rl.config.kinds import KINDS
 from hpc_rl.config.ray import RayConfig
 from hpc_rl.config.references import expanded_path
-from hpc_rl.config.training import TrainingConfig
+from hpc_rl.config.training.common import TrainingConfig
 from hpc_rl.config.tree import compose_yaml, put
 from hpc_rl.errors import UserError
-from hpc_rl.host.ownership import refuse_foreign, trust_group
-from hpc_rl.host.shipped import shipped
+from hpc_rl.software.shipped import shipped
+from hpc_rl.system.ownership import refuse_foreign, trust_group
 
 ENV_SITE = "HPC_RL_SITE"
 SYSTEM = Path("/etc/hpc-rl/site.yaml")

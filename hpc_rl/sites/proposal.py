@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from hpc_rl.config.slurm import walltime_s
-from hpc_rl.host.gpu_models import is_part, named_gb
+from hpc_rl.formats.gpu_models import is_part, named_gb
 from hpc_rl.sites.choice import Choice, Dimension
 from hpc_rl.slurm.capacity import describe, shapes
 from hpc_rl.slurm.cluster import Association, NodeGroup, Partition, preemption

@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from hpc_rl.errors import UserError
-from hpc_rl.host.files import write_atomically
 from hpc_rl.sites.profile import USER
+from hpc_rl.system.files import write_atomically
 
 BEGIN = "# begin: result of hpc-rl doctor --train, which replaces this block"
 END = "# end: result of hpc-rl doctor --train"

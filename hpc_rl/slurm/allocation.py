@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from hpc_rl.host.counted import counted
+from hpc_rl.formats.counted import counted
 
 MOST_NODES = 65_536
 """Names in a hostlist; Slurm itself expands no longer range."""

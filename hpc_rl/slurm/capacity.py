@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from hpc_rl.host.counted import counted
+from hpc_rl.formats.counted import counted
 from hpc_rl.slurm.cluster import NodeGroup
 
 _FLAGS = "--nodes, --gpus-per-node, --cpus-per-task, --mem"

@@ -11,10 +11,10 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from hpc_rl.host.accelerators import find_accelerators
 from hpc_rl.slurm import commands
 from hpc_rl.slurm.capacity import shapes
 from hpc_rl.slurm.cluster import NodeGroup
+from hpc_rl.system.accelerators import find_accelerators
 
 
 class Devices:

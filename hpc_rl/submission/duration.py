@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from hpc_rl.config.generate import GenerateConfig
-from hpc_rl.config.ppo import PpoConfig
-from hpc_rl.config.rollout import engine_spec
+from hpc_rl.config.rl.generate import GenerateConfig
+from hpc_rl.config.rl.ppo import PpoConfig
+from hpc_rl.config.rl.rollout import engine_spec
 from hpc_rl.errors import UserError
 from hpc_rl.plan.duration import BANDWIDTH, MFU, Duration, gpus_of, items_of, length_of, step_seconds, steps_of
 from hpc_rl.plan.hardware import gpu_model

@@ -20,11 +20,11 @@ from submitit.core.utils import FailedJobError
 from submitit.slurm.slurm import SlurmExecutor
 
 from hpc_rl.errors import UnclearError, UserError
-from hpc_rl.host.search_path import without_empty_entries
-from hpc_rl.host.signs_of_life import doing
+from hpc_rl.liveness.signs_of_life import doing
 from hpc_rl.slurm import commands
 from hpc_rl.slurm.place import CLUSTERS, Place, changed_words, here, is_single
-from hpc_rl.submission.directives import clusters_of, overruled
+from hpc_rl.submission.script.directives import clusters_of, overruled
+from hpc_rl.system.search_path import without_empty_entries
 
 SUBMIT_TIMEOUT_S = 120
 """A site's submit plugin may be slow, and an interrupted submission may still have been accepted."""

@@ -12,10 +12,10 @@ from pathlib import Path
 
 from hpc_rl.config.job import JobConfig
 from hpc_rl.errors import UserError
-from hpc_rl.host.hub import data_offline, hub_offline
-from hpc_rl.host.installation import install_command
-from hpc_rl.host.processes import die_with_parent, python_with, shell_code
-from hpc_rl.submission.environment import job_environment
+from hpc_rl.formats.hub import data_offline, hub_offline
+from hpc_rl.software.installation import install_command
+from hpc_rl.submission.script.environment import job_environment
+from hpc_rl.system.processes import die_with_parent, python_with, shell_code
 
 
 @dataclass(frozen=True)

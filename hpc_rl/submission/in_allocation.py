@@ -11,14 +11,14 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 
 from hpc_rl.errors import UserError
-from hpc_rl.host.counted import counted
-from hpc_rl.host.files import open_to_append
-from hpc_rl.host.processes import adopt_orphans, end_descendants, shell_code, start
+from hpc_rl.formats.counted import counted
 from hpc_rl.runs.status import job_log, process_start_time
 from hpc_rl.submission import queue
-from hpc_rl.submission.directives import LOGIN_SHELL
 from hpc_rl.submission.job import Job
 from hpc_rl.submission.local import POLL_S, count_interrupts
+from hpc_rl.submission.script.directives import LOGIN_SHELL
+from hpc_rl.system.files import open_to_append
+from hpc_rl.system.processes import adopt_orphans, end_descendants, shell_code, start
 
 END_S = 90.0
 """Between SIGTERM and SIGKILL. srun waits for its step for 2 s longer than KillWait, which is 30 s by default, and the

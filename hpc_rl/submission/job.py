@@ -8,10 +8,10 @@ from pathlib import Path
 
 from hpc_rl.config.job import JobConfig
 from hpc_rl.config.kinds import KINDS, JobKind
-from hpc_rl.host.counted import counted
+from hpc_rl.formats.counted import counted
 from hpc_rl.run_dir import RunDir
 from hpc_rl.slurm.commands import NodeListing
-from hpc_rl.submission.after import After, is_coming
+from hpc_rl.submission.series.after import After, is_coming
 
 
 @dataclass(frozen=True)

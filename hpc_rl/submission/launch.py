@@ -8,7 +8,6 @@ from dataclasses import replace
 
 from hpc_rl.config.kinds import KINDS
 from hpc_rl.submission import queue
-from hpc_rl.submission.directives import environment_notes
 from hpc_rl.submission.job import Job
 from hpc_rl.submission.local import check_local
 from hpc_rl.submission.planning import check_fit, check_host, expected, on_fewest_nodes, plan_of_job, rows_notes
@@ -16,7 +15,8 @@ from hpc_rl.submission.preflight.checks import check
 from hpc_rl.submission.request import Request, plan, reserve
 from hpc_rl.submission.resources import granted_bytes
 from hpc_rl.submission.resuming import refuse_completed, resumed
-from hpc_rl.submission.script import render
+from hpc_rl.submission.script.directives import environment_notes
+from hpc_rl.submission.script.render import render
 
 Note = Callable[[str], None]
 """Receives each sentence about what was chosen for the user, and about what could not be checked."""

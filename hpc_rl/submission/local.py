@@ -14,20 +14,20 @@ from types import FrameType
 
 from hpc_rl.config.compose import dump
 from hpc_rl.errors import EXIT_STOPPED, UserError
-from hpc_rl.host.accelerators import find_accelerators, visible_devices, visible_variable
-from hpc_rl.host.files import open_to_append, write_atomically
-from hpc_rl.host.processes import adopt_orphans, end, end_descendants, shell_code, start
-from hpc_rl.host.ray_token import TOKEN
-from hpc_rl.host.scratch import job_folders, remove_scratch
 from hpc_rl.images.run_options import has_container_script
 from hpc_rl.images.runtimes import find_program, missing, runtime_of
 from hpc_rl.run_dir import ENV_ATTEMPT_DIR, ENV_RUN_DIR, read_outcome
 from hpc_rl.runs.status import STOPPED, job_log, process_start_time
+from hpc_rl.software.ray_token import TOKEN
 from hpc_rl.submission import queue
-from hpc_rl.submission.environment import job_environment
 from hpc_rl.submission.job import Job
 from hpc_rl.submission.resources import cpus_per_node
-from hpc_rl.submission.script import job_python, node_options, render_container
+from hpc_rl.submission.script.environment import job_environment
+from hpc_rl.submission.script.render import job_python, node_options, render_container
+from hpc_rl.system.accelerators import find_accelerators, visible_devices, visible_variable
+from hpc_rl.system.files import open_to_append, write_atomically
+from hpc_rl.system.processes import adopt_orphans, end, end_descendants, shell_code, start
+from hpc_rl.system.scratch import job_folders, remove_scratch
 
 POLL_S = 0.1
 _CANCELLED = 128 + signal.SIGTERM

@@ -9,17 +9,16 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from hpc_rl.config.compose import FillIn, compose
-from hpc_rl.config.finetune import FinetuneConfig
-from hpc_rl.config.generate import GenerateConfig
 from hpc_rl.config.job import JobConfig
 from hpc_rl.config.kinds import KINDS
-from hpc_rl.config.ppo import PpoConfig
+from hpc_rl.config.rl.generate import GenerateConfig
+from hpc_rl.config.rl.ppo import PpoConfig
 from hpc_rl.config.slurm import SlurmConfig
+from hpc_rl.config.training.finetune import FinetuneConfig
 from hpc_rl.config.tree import flat
 from hpc_rl.errors import UserError
-from hpc_rl.host.files import read_json
-from hpc_rl.host.hub import hub_config
-from hpc_rl.host.model_kind import refuse_unsplittable
+from hpc_rl.formats.hub import hub_config
+from hpc_rl.formats.model_kind import refuse_unsplittable
 from hpc_rl.plan.advice import MOST_NODES, advise, fewest, more_nodes, words
 from hpc_rl.plan.duration import Duration, gpus_of, items_of
 from hpc_rl.plan.hardware import gpu_bytes
@@ -38,6 +37,7 @@ from hpc_rl.submission.job import Job
 from hpc_rl.submission.request import Request
 from hpc_rl.submission.request import plan as plan_request
 from hpc_rl.submission.resources import granted_bytes
+from hpc_rl.system.files import read_json
 from hpc_rl.tracking.planned import KEY, Expected
 
 _LESS = 0.85

@@ -14,21 +14,21 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hpc_rl.errors import UnclearError, UserError
-from hpc_rl.host import git
-from hpc_rl.host.files import write_atomically
-from hpc_rl.host.processes import held_interrupts
-from hpc_rl.host.secrets import hidden, refuse_secrets
-from hpc_rl.host.signs_of_life import doing
+from hpc_rl.liveness.signs_of_life import doing
 from hpc_rl.run_dir import SHARED_MODE, SUBMISSION, RunDir, submitting
 from hpc_rl.runs import control
 from hpc_rl.runs.folders import remember
 from hpc_rl.runs.status import ROOT, is_run
 from hpc_rl.slurm import commands
 from hpc_rl.slurm.place import Place, is_single
-from hpc_rl.submission.after import After
-from hpc_rl.submission.directives import clusters_of
+from hpc_rl.software import git
+from hpc_rl.software.secrets import hidden, refuse_secrets
 from hpc_rl.submission.job import Job
-from hpc_rl.submission.script import write_support
+from hpc_rl.submission.script.directives import clusters_of
+from hpc_rl.submission.script.render import write_support
+from hpc_rl.submission.series.after import After
+from hpc_rl.system.files import write_atomically
+from hpc_rl.system.processes import held_interrupts
 
 GIT_MAX_BYTES = 1_000_000
 

@@ -14,7 +14,6 @@ from hpc_rl.config.job import JobConfig
 from hpc_rl.config.kinds import KINDS
 from hpc_rl.config.references import expanded_path
 from hpc_rl.errors import UserError
-from hpc_rl.host.ownership import trust_group
 from hpc_rl.run_dir import ENV_RUN_DIR, RunDir
 from hpc_rl.runs.models import models_of_runs
 from hpc_rl.runs.status import ROOT
@@ -23,9 +22,10 @@ from hpc_rl.slurm.commands import NodeListing
 from hpc_rl.slurm.place import here
 from hpc_rl.slurm.states import run_dir_of_script
 from hpc_rl.submission import queue
-from hpc_rl.submission.after import find_after
 from hpc_rl.submission.devices import Devices
 from hpc_rl.submission.job import Job
+from hpc_rl.submission.series.after import find_after
+from hpc_rl.system.ownership import trust_group
 
 _PROGRAMS = ("hpc-rl", "__main__.py")
 """File names of what runs as hpc-rl."""

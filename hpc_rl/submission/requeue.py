@@ -8,8 +8,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from hpc_rl.errors import UserError
-from hpc_rl.host.disk import own_disk
-from hpc_rl.host.ownership import open_own
 from hpc_rl.run_dir import REQUEUE, RunDir, submitting
 from hpc_rl.runs import control
 from hpc_rl.runs.run_sets import RunSet, SweepDir, run_of, states
@@ -18,10 +16,12 @@ from hpc_rl.slurm import commands
 from hpc_rl.slurm.place import Place
 from hpc_rl.slurm.states import ENDED
 from hpc_rl.submission import queue
-from hpc_rl.submission.after import afterok, find_after_again
-from hpc_rl.submission.directives import environment_notes
 from hpc_rl.submission.resuming import check_again, start_of
-from hpc_rl.submission.script import write_support
+from hpc_rl.submission.script.directives import environment_notes
+from hpc_rl.submission.script.render import write_support
+from hpc_rl.submission.series.after import afterok, find_after_again
+from hpc_rl.system.disk import own_disk
+from hpc_rl.system.ownership import open_own
 
 
 def requeue(run: RunDir) -> str:

@@ -14,9 +14,9 @@ from hpc_rl.config.tree import flat, read_options, read_tree
 from hpc_rl.errors import UserError
 from hpc_rl.run_dir import RunDir
 from hpc_rl.runs.control import newest_checkpoint, saved_by
-from hpc_rl.submission.after import After, results_of
 from hpc_rl.submission.job import Job
 from hpc_rl.submission.preflight.checks import check
+from hpc_rl.submission.series.after import After, results_of
 
 _OF_PLACE = ("slurm.", "trainer.nnodes", "trainer.n_gpus_per_node", "container.", "cache.")
 """Beginnings of keys that change where and how a run computes, and neither what nor how long."""

@@ -16,7 +16,7 @@ from hpc_rl.runs.status import ROOT
 from hpc_rl.slurm.commands import NoAnswer
 from hpc_rl.submission.executor import refusal
 from hpc_rl.submission.job import Job
-from hpc_rl.submission.script import render
+from hpc_rl.submission.script.render import render
 
 TRIALS_S = 180
 """Deadline for all trials of one search."""

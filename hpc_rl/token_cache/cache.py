@@ -21,13 +21,13 @@ from typing import Any, NoReturn
 from hpc_rl.config.job import JobConfig
 from hpc_rl.data.tokenized import Tokenized
 from hpc_rl.errors import AgreedError, AgreedRunError, UserError
-from hpc_rl.host import entries
-from hpc_rl.host.disk import explained
-from hpc_rl.host.heartbeat import heart
-from hpc_rl.host.scratch import local_folder, own_scratch
+from hpc_rl.liveness.heartbeat import heart
 from hpc_rl.run_dir import RunDir
+from hpc_rl.system import entries
+from hpc_rl.system.disk import explained
+from hpc_rl.system.scratch import local_folder, own_scratch
 from hpc_rl.token_cache.entry import Part, Request, Unusable, cannot_read, complete, opened
-from hpc_rl.training.distributed import World
+from hpc_rl.training.parallel.distributed import World
 from hpc_rl.training.stopping import Stopped, Stopping
 
 MOST_PARTS = 64

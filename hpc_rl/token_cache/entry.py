@@ -14,15 +14,15 @@ from typing import IO, Any, ClassVar
 
 import pyarrow as pa
 
-from hpc_rl.data.formats import Row
 from hpc_rl.data.identity import state_of
-from hpc_rl.data.sources import blocks
+from hpc_rl.data.reading.formats import Row
+from hpc_rl.data.reading.sources import blocks
 from hpc_rl.data.tokenized import Form, Tokenize, Tokenized, Writer
 from hpc_rl.errors import UserError
-from hpc_rl.host import entries
-from hpc_rl.host.disk import UNWRITABLE, explained
-from hpc_rl.host.files import write_synced
-from hpc_rl.host.heartbeat import heart
+from hpc_rl.liveness.heartbeat import heart
+from hpc_rl.system import entries
+from hpc_rl.system.disk import UNWRITABLE, explained
+from hpc_rl.system.files import write_synced
 from hpc_rl.training.checkpoints import checksums
 
 DESCRIPTION = entries.DESCRIPTION
@@ -46,7 +46,7 @@ class Source(ABC):
 
     @abstractmethod
     def blocks(self, part: int, parts: int) -> Iterator[list[tuple[Row, str]]]:
-        """Yield the blocks of rows of one part; see `blocks` in hpc_rl/data/sources.py."""
+        """Yield the blocks of rows of one part; see `blocks` in hpc_rl/data/reading/sources.py."""
 
     def refuse_changed(self) -> None:  # noqa: B027 - may be left out
         """Raise UserError if the rows have changed since the request was made."""

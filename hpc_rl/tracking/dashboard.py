@@ -12,8 +12,8 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from hpc_rl.host.shown_text import shown
-from hpc_rl.host.usage import NodeUsage, UsageSample
+from hpc_rl.formats.usage import NodeUsage, UsageSample
+from hpc_rl.liveness.shown_text import shown
 from hpc_rl.tracking.formatting import number, rates
 from hpc_rl.tracking.history import tone
 from hpc_rl.tracking.metrics import Record

@@ -13,8 +13,8 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from hpc_rl.host.files import read_json
 from hpc_rl.run_dir import RunDir
+from hpc_rl.system.files import read_json
 
 Evaluation = Mapping[str, Any]
 """The contents of eval.json; empty if there is none."""

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from hpc_rl.errors import EXIT_STOPPED
-from hpc_rl.host.usage import NodeUsage, read_spans
+from hpc_rl.formats.usage import NodeUsage, read_spans
 from hpc_rl.run_dir import RunDir
 from hpc_rl.slurm.accounting import Start
 from hpc_rl.slurm.states import ENDED

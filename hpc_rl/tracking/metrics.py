@@ -26,8 +26,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, TextIO
 
-from hpc_rl.host.files import LineFile, last_lines_of, open_regular, replacing
-from hpc_rl.host.typed_json import is_count, is_number, is_time, kept, object_of
+from hpc_rl.formats.typed_json import is_count, is_number, is_time, kept, object_of
+from hpc_rl.system.files import LineFile, last_lines_of, open_regular, replacing
 
 Record = dict[str, Any]
 

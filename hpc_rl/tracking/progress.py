@@ -10,7 +10,7 @@ from rich.live import Live
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.text import Text
 
-from hpc_rl.host.signs_of_life import end_signs_of_life
+from hpc_rl.liveness.signs_of_life import end_signs_of_life
 from hpc_rl.tracking.formatting import learning, rates
 from hpc_rl.tracking.metrics import Record
 

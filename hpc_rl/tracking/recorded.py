@@ -9,13 +9,13 @@ from typing import Any
 
 from hpc_rl.config.pipeline import ROUND
 from hpc_rl.config.tree import read_options, read_yaml
-from hpc_rl.host.usage import NodeUsage, read_usage
+from hpc_rl.formats.usage import NodeUsage, read_usage
 from hpc_rl.run_dir import RunDir
 from hpc_rl.tracking.evaluations import Evaluation, read_evaluation
 from hpc_rl.tracking.history import History, read_history
 from hpc_rl.tracking.metrics import MOST_STEPS, Record, read_thinned
+from hpc_rl.tracking.page.plot import Point
 from hpc_rl.tracking.planned import Expected, read_expected
-from hpc_rl.tracking.plot import Point
 from hpc_rl.tracking.samples import TextSample, read_samples
 from hpc_rl.tracking.timeline import Timeline, read_timeline
 

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
 
-from hpc_rl.host.files import last_lines_of, open_regular
-from hpc_rl.host.typed_json import is_count, is_number, object_of
+from hpc_rl.formats.typed_json import is_count, is_number, object_of
+from hpc_rl.system.files import last_lines_of, open_regular
 from hpc_rl.tracking.formatting import number
 
 TRAIN, VAL = "train", "val"

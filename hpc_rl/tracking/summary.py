@@ -8,10 +8,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import median
 
-from hpc_rl.host.counted import counted
+from hpc_rl.formats.counted import counted
 from hpc_rl.tracking.formatting import duration, hours, number
 from hpc_rl.tracking.history import Attempt, History, tone
-from hpc_rl.tracking.plot import Point
+from hpc_rl.tracking.page.plot import Point
 from hpc_rl.tracking.recorded import Recorded
 
 _OF_ALL_RESPONSES = ("generate/score", "eval/score")

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from itertools import cycle
 from pathlib import Path
 
-from hpc_rl.host.files import read_regular, write_atomically
+from hpc_rl.system.files import read_regular, write_atomically
 from hpc_rl.tracking.formatting import number
 
 Span = tuple[float, float]

@@ -10,10 +10,10 @@ from types import TracebackType
 from typing import Any, Protocol, Self
 
 from hpc_rl.config.job import CacheConfig
-from hpc_rl.config.training import RecordedConfig
+from hpc_rl.config.training.common import RecordedConfig
 from hpc_rl.errors import RunError
-from hpc_rl.host.files import LineFile
 from hpc_rl.run_dir import RunDir
+from hpc_rl.system.files import LineFile
 from hpc_rl.tracking.formatting import step_line
 from hpc_rl.tracking.metrics import MetricsFile
 from hpc_rl.tracking.timeline import Timeline, write_timeline

@@ -9,10 +9,10 @@ from pathlib import Path
 
 from hpc_rl.config.tree import read_options
 from hpc_rl.errors import RunError, UserError
-from hpc_rl.host.files import write_atomically
-from hpc_rl.host.ownership import refuse_foreign
-from hpc_rl.host.processes import die_with_parent, python_with
 from hpc_rl.run_dir import RunDir
+from hpc_rl.system.files import write_atomically
+from hpc_rl.system.ownership import refuse_foreign
+from hpc_rl.system.processes import die_with_parent, python_with
 
 _RETRIES = {
     "WANDB__GRAPHQL_RETRY_MAX": "4",

@@ -40,7 +40,7 @@ def parse(module: str, about: str | None, arguments: Sequence[str]) -> tuple[str
     if options.config:
         config = load_config(options.kind, options.config)
     else:
-        from hpc_rl.training.distributed import fill_in_device
+        from hpc_rl.training.parallel.distributed import fill_in_device
 
         config = compose(options.kind, options.overrides, fill_in=[fill_in_device])
     return options.kind, config, RunDir(options.run_dir.absolute()) if options.run_dir else None

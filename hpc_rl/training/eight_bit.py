@@ -3,7 +3,7 @@
 Each value is one of 256 numbers, times a scale that a block of neighbouring values shares. torchao
 (https://github.com/pytorch/ao) has the numbers, and computes the step in float32. Between steps, codes and scales are
 ordinary tensors. FSDP divides them like the rows of their weight, and no block is longer than a row
-(hpc_rl.config.moments): they do not depend on the number of ranks, and checkpoints have them as they are.
+(hpc_rl.config.training.moments): they do not depend on the number of ranks, and checkpoints have them as they are.
 
 Moments of small weights, norms and biases have the type of the weight. Shape suffixes: B blocks of a rank, S values of
 a block.
@@ -19,10 +19,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from hpc_rl.config.moments import block_of
+from hpc_rl.config.training.moments import block_of
 from hpc_rl.errors import UserError
+from hpc_rl.training.parallel.sharding import own_part
 from hpc_rl.training.param_groups import only
-from hpc_rl.training.sharding import own_part
 
 CODES, SCALE = "_codes", "_scale"
 """Ends of the names of a moment's two tensors."""

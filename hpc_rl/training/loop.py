@@ -7,9 +7,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from hpc_rl.config.finetune import FinetuneConfig
-from hpc_rl.config.ppo import PpoConfig
-from hpc_rl.config.training import TrainingConfig
+from hpc_rl.config.rl.ppo import PpoConfig
+from hpc_rl.config.training.common import TrainingConfig
+from hpc_rl.config.training.finetune import FinetuneConfig
 from hpc_rl.data.order import Position
 from hpc_rl.run_dir import RunDir
 from hpc_rl.tracking.tracker import Tracker

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from hpc_rl.config.training import OptimConfig
+from hpc_rl.config.training.common import OptimConfig
 from hpc_rl.training.eight_bit import FIRST, SECOND, EightBitAdamW, new_moments
 
 

@@ -10,8 +10,8 @@ from contextlib import contextmanager
 
 import torch
 
-from hpc_rl.host.gpu_models import reported
-from hpc_rl.host.heartbeat import heart
+from hpc_rl.formats.gpu_models import reported
+from hpc_rl.liveness.heartbeat import heart
 
 GAP_S = 0.1
 """A shorter gap between two spans of a phase is not recorded: engines generate in calls of about this time."""

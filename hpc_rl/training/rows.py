@@ -15,8 +15,8 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-from hpc_rl.config.finetune import FinetuneConfig
-from hpc_rl.config.generate import GenerateConfig
+from hpc_rl.config.rl.generate import GenerateConfig
+from hpc_rl.config.training.finetune import FinetuneConfig
 from hpc_rl.errors import UserError
 from hpc_rl.plan.hardware import gpu_bytes
 from hpc_rl.plan.memory import Planned, Shapes, models_of
@@ -24,8 +24,8 @@ from hpc_rl.plan.rows import MICRO_TOKENS, chosen, corrected, is_auto, least, us
 from hpc_rl.plan.shape import shape_of
 from hpc_rl.plan.text import rows_text
 from hpc_rl.training.checkpoints.checkpoint import expected
-from hpc_rl.training.distributed import World
 from hpc_rl.training.models.pretrained import settings_of
+from hpc_rl.training.parallel.distributed import World
 from hpc_rl.training.perf import max_memory_gb, memory_bytes
 
 Job = TypeVar("Job", bound=Planned)

@@ -15,7 +15,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
-from hpc_rl.host.walltime import EARLY_S, RESERVE_S, WalltimeEnd, job_end
+from hpc_rl.liveness.walltime import EARLY_S, RESERVE_S, WalltimeEnd, job_end
 from hpc_rl.run_dir import WALLTIME, RunDir, current_attempt_dir, moved_end_file
 
 MARGIN = 1.25

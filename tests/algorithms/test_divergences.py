@@ -7,7 +7,7 @@ import torch
 from torch.nn import functional
 
 from hpc_rl.algorithms.divergences import DIVERGENCES, top_k_logprobs
-from hpc_rl.config.distill import DistillLossConfig
+from hpc_rl.config.training.distill import DistillLossConfig
 
 GENERATOR = torch.Generator().manual_seed(5)
 TEACHER = (3 * torch.randn(7, 11, generator=GENERATOR)).log_softmax(dim=1)

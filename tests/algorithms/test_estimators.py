@@ -9,7 +9,7 @@ import torch
 from hpc_rl.algorithms import advantages
 from hpc_rl.algorithms.estimators import ESTIMATORS
 from hpc_rl.algorithms.outcome import Outcome
-from hpc_rl.config.algorithm import AlgorithmConfig
+from hpc_rl.config.rl.algorithm import AlgorithmConfig
 
 LENGTHS = torch.tensor([3, 2, 1, 2])
 REWARDS = torch.tensor([-0.1, 0.2, 1.0, 0.3, 0.0, -1.0, 0.0, 2.0])

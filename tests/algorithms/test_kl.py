@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hpc_rl.algorithms import kl
-from hpc_rl.config.algorithm import KlConfig
+from hpc_rl.config.rl.algorithm import KlConfig
 
 
 def test_estimators_by_hand() -> None:

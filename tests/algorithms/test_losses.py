@@ -12,7 +12,7 @@ from hpc_rl.algorithms import losses
 from hpc_rl.algorithms.aggregation import LOSS_AGGREGATIONS, MiniBatchTotals
 from hpc_rl.algorithms.losses import Clip, PolicyBatch, PolicyLoss
 from hpc_rl.algorithms.policy_losses import POLICY_LOSSES
-from hpc_rl.config.algorithm import AlgorithmConfig
+from hpc_rl.config.rl.algorithm import AlgorithmConfig
 from tests.algorithms import reference
 from tests.algorithms.batches import flat, lengths, lengths_of, numbers, rows, tokens, weighted_sum
 

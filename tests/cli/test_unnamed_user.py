@@ -41,7 +41,7 @@ def test_a_user_without_a_name_sees_no_traceback(tmp_path: Path, command: tuple[
 def test_libraries_find_a_name() -> None:
     if subprocess.run([*NOBODY, "true"], capture_output=True, check=False).returncode:
         pytest.skip("this machine does not let users create user namespaces")
-    code = "import getpass; from hpc_rl.host.ownership import name_user; name_user(); print(getpass.getuser())"
+    code = "import getpass; from hpc_rl.system.ownership import name_user; name_user(); print(getpass.getuser())"
     environ = {name: value for name, value in os.environ.items() if name not in ("USER", "LOGNAME")}
     shown = subprocess.run([*AS_NOBODY, code], env=environ, capture_output=True, text=True, timeout=600, check=True)
     assert shown.stdout == "uid54321\n"

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from hpc_rl.config.compose import compose, compose_partly, dump, load_config
 from hpc_rl.config.keys import documented_keys
 from hpc_rl.config.kinds import KINDS
-from hpc_rl.config.ppo import PpoConfig
-from hpc_rl.config.sft import SftConfig
+from hpc_rl.config.rl.ppo import PpoConfig
+from hpc_rl.config.training.sft import SftConfig
 from hpc_rl.errors import UserError
 
 REQUIRED = ["model.path=/model", "data.train_files=train.jsonl"]

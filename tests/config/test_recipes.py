@@ -6,10 +6,10 @@ from pathlib import Path
 import pytest
 
 from hpc_rl.config.compose import compose, compose_partly
-from hpc_rl.config.distill import DistillConfig
-from hpc_rl.config.generate import GenerateConfig
-from hpc_rl.config.ppo import PpoConfig
-from hpc_rl.config.preferences import DpoConfig, RmConfig
+from hpc_rl.config.rl.generate import GenerateConfig
+from hpc_rl.config.rl.ppo import PpoConfig
+from hpc_rl.config.training.distill import DistillConfig
+from hpc_rl.config.training.preferences import DpoConfig, RmConfig
 
 ROOT = Path(__file__).parents[2]
 GSM8K_ROWS = 7473

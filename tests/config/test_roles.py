@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from hpc_rl.config.pools import pool_of, pool_spec
+from hpc_rl.config.rl.pools import pool_of, pool_spec
 from hpc_rl.errors import UserError
 from tests.rl.ppo_config import STALE, ppo_config
 

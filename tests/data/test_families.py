@@ -19,16 +19,16 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer
 from transformers import PreTrainedTokenizerFast
 
-from hpc_rl.config.preferences import PreferenceDataConfig
-from hpc_rl.config.prompts import PromptDataConfig
-from hpc_rl.config.sft import DataConfig
-from hpc_rl.data.assistant_text import _overlaps, remarks
-from hpc_rl.data.chat import as_text, as_trained, ending_token_ids, render, template_remarks, turn_ends
-from hpc_rl.data.messages import Chat
+from hpc_rl.config.rl.prompts import PromptDataConfig
+from hpc_rl.config.training.preferences import PreferenceDataConfig
+from hpc_rl.config.training.sft import DataConfig
 from hpc_rl.data.pairs import preference_tokenizer
 from hpc_rl.data.prompts import prompt_tokenizer
 from hpc_rl.data.sft_dataset import Sample, chat_tokenizer
-from hpc_rl.data.template import added_tokens, marks_generation
+from hpc_rl.data.templates.assistant_text import _overlaps, remarks
+from hpc_rl.data.templates.chat import as_text, as_trained, ending_token_ids, render, template_remarks, turn_ends
+from hpc_rl.data.templates.messages import Chat
+from hpc_rl.data.templates.template import added_tokens, marks_generation
 from hpc_rl.errors import UserError
 from tests.data.families import FAMILIES, Family
 

@@ -11,8 +11,8 @@ import pytest
 from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerFast
 
-from hpc_rl.config.preferences import PreferenceDataConfig, RewardDataConfig
-from hpc_rl.config.sft import DataConfig
+from hpc_rl.config.training.preferences import PreferenceDataConfig, RewardDataConfig
+from hpc_rl.config.training.sft import DataConfig
 from hpc_rl.data import identity
 from hpc_rl.data.identity import contents_of, key_of, tokenizer_of, window_of, windows_of
 from tests.data.conftest import CHATML, MARKED

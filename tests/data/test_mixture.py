@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from hpc_rl.data.mixture import Mixture
 from hpc_rl.data.order import Position, batches, epoch_order
-from hpc_rl.data.shares import describe, shares, whole_batches
+from hpc_rl.data.reading.shares import describe, shares, whole_batches
 from hpc_rl.errors import UserError
 
 SIZES = (3, 20, 7)

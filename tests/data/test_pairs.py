@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from transformers import PreTrainedTokenizerFast
 
-from hpc_rl.config.preferences import PreferenceDataConfig
+from hpc_rl.config.training.preferences import PreferenceDataConfig
 from hpc_rl.data.mismatched import Mismatched
 from hpc_rl.data.pairs import Preference, preference_tokenizer
 from hpc_rl.data.sft_dataset import Sample

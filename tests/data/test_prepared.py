@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from hpc_rl.config.sft import DataConfig
+from hpc_rl.config.training.sft import DataConfig
 from hpc_rl.data import arithmetic, gsm8k
-from hpc_rl.data.formats import read_rows
-from hpc_rl.data.row_checks import check_file
+from hpc_rl.data.reading.formats import read_rows
+from hpc_rl.data.reading.row_checks import check_file
 from hpc_rl.environments.calculator import Calculator
 from hpc_rl.environments.tool_calls import Call, parse_hermes
 from hpc_rl.errors import UserError
@@ -41,7 +41,7 @@ def test_gsm8k_from_a_datasets_folder(tmp_path: Path) -> None:
     raw = raw_folder(tmp_path / "raw")
     for name in ("train", "test"):
         (raw / f"{name}.jsonl").rename(raw / f"{name}.json")
-    from hpc_rl.data.hub import load_split
+    from hpc_rl.data.reading.hub import load_split
 
     assert [row["question"] for row in load_split(str(raw), "test")] == [RAW["question"]] * 2
     with pytest.raises(UserError, match="no split 'validation'; it has train, test"):

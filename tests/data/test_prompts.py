@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 from transformers import PreTrainedTokenizerFast
 
-from hpc_rl.config.prompts import PromptDataConfig
-from hpc_rl.data.formats import CannotCheck
+from hpc_rl.config.rl.prompts import PromptDataConfig
 from hpc_rl.data.prompts import Prompt, PromptCounts, prompt_tokenizer
-from hpc_rl.data.row_checks import check_file
-from hpc_rl.data.sources import all_rows
+from hpc_rl.data.reading.formats import CannotCheck
+from hpc_rl.data.reading.row_checks import check_file
+from hpc_rl.data.reading.sources import all_rows
 from hpc_rl.errors import UserError
 
 DATA = PromptDataConfig(train_files=["unused.jsonl"])

@@ -14,9 +14,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pyarrow import parquet
 
-from hpc_rl.config.preferences import PreferenceDataConfig
-from hpc_rl.data.formats import read_rows
-from hpc_rl.data.preference_rows import PairRow, to_preference
+from hpc_rl.config.training.preferences import PreferenceDataConfig
+from hpc_rl.data.reading.formats import read_rows
+from hpc_rl.data.reading.preference_rows import PairRow, to_preference
 from hpc_rl.data.selection import Counts, select
 from hpc_rl.errors import UserError
 

@@ -10,9 +10,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast
 
-from hpc_rl.config.sft import DataConfig
+from hpc_rl.config.training.sft import DataConfig
+from hpc_rl.data.reading.sources import all_rows, blocks
 from hpc_rl.data.sft_dataset import Counts, Sample, chat_tokenizer
-from hpc_rl.data.sources import all_rows, blocks
 from hpc_rl.errors import UserError
 from tests.data.conftest import CHATML, MARKED
 

@@ -30,13 +30,13 @@ from hpc_rl.doctor.diagnosis import (
 )
 from hpc_rl.doctor.known_failures import ANY_EXCEPTION, KNOWN_FAILURES, page
 from hpc_rl.errors import UserError
-from hpc_rl.host.ray_version import check_ray
 from hpc_rl.node.meeting import Meeting
 from hpc_rl.node.network import choose_address, given_blocks
 from hpc_rl.node.ray_cluster.limits import granted
 from hpc_rl.run_dir import RunDir
 from hpc_rl.runs.status import RunStatus
 from hpc_rl.slurm.allocation import Allocation
+from hpc_rl.software.ray_version import check_ray
 from tests.fake_slurm import calls, fake_slurm
 from tests.small_disk import needs_root, small_disk
 

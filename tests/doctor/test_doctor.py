@@ -25,9 +25,9 @@ from hpc_rl.doctor.login import (
 from hpc_rl.doctor.nodes import judge
 from hpc_rl.doctor.packages import driver_check, package_checks, unmet
 from hpc_rl.errors import UserError
-from hpc_rl.host.machine import PythonFacts, python_facts, reach
-from hpc_rl.host.node_report import NodeReport, Trial
+from hpc_rl.formats.node_report import NodeReport, Trial
 from hpc_rl.slurm.cluster import Partition, read_partitions
+from hpc_rl.system.machine import PythonFacts, python_facts, reach
 from tests.fake_slurm import fake_slurm
 from tests.helpers import recorded
 

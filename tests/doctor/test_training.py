@@ -12,13 +12,13 @@ from hpc_rl.doctor.checks import has_problem
 from hpc_rl.doctor.job import TRAIN_TIME, doctor_job, read_findings
 from hpc_rl.doctor.training import anonymous, layouts, report, training_checks, write_page
 from hpc_rl.errors import UserError
-from hpc_rl.host.acceptance import Line, append, read, results_file
-from hpc_rl.host.layouts import WITHOUT_CHECK, Covered
-from hpc_rl.host.node_report import report_path
+from hpc_rl.formats.acceptance import Line, append, read, results_file
+from hpc_rl.formats.layouts import WITHOUT_CHECK, Covered
+from hpc_rl.formats.node_report import report_path
 from hpc_rl.run_dir import RunDir
 from hpc_rl.sites.profile import read as read_profile
 from hpc_rl.sites.record import split, with_record, write_record
-from hpc_rl.submission.script import render
+from hpc_rl.submission.script.render import render
 from tests.doctor.test_doctor import GOOD
 
 HOME = Path("/home/somebody")

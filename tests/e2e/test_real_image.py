@@ -17,10 +17,10 @@ from hpc_rl.images.build import file_sha256
 from hpc_rl.images.run_options import CACHES
 from hpc_rl.run_dir import RunDir
 from hpc_rl.submission.job import Job
-from hpc_rl.submission.script import render_container
+from hpc_rl.submission.script.render import render_container
 from tests.docker_images import AS_USER, write_docker_archive
 from tests.sandbox.processes import DEADLINE_S
-from tests.submission.test_script import NASTY
+from tests.submission.script.test_render import NASTY
 
 OPTIONS = ["--userns"] if os.getuid() == 0 else []
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from hpc_rl.host import user_code
+from hpc_rl.software import user_code
 
 Write = Callable[..., str]
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from hpc_rl.config import environment as options
+from hpc_rl.config.rl import environment as options
 from hpc_rl.environments.loading import ENVIRONMENT, SHIPPED, TOOLS, check_name, load_definition
 from hpc_rl.environments.protocol import Definition, Episode
 from hpc_rl.environments.sandbox import RUNNERS

@@ -12,7 +12,7 @@ from hpc_rl.environments.pool import EnvironmentPool
 from hpc_rl.environments.requests import Wanted
 from hpc_rl.environments.tool_calls import Call, Malformed
 from hpc_rl.errors import RunError, UserError
-from hpc_rl.host.processes import descendants
+from hpc_rl.system.processes import descendants
 from tests.environments.conftest import Write
 
 DEADLINE_S = 600

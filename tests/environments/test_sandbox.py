@@ -24,7 +24,7 @@ from hpc_rl.environments.python_tool import Python, report
 from hpc_rl.environments.sandbox import RUNNERS, Limits, Output, Ran, Sandbox, find_runner, tree_usage
 from hpc_rl.environments.tool_calls import Call
 from hpc_rl.errors import UserError
-from hpc_rl.host.processes import descendants
+from hpc_rl.system.processes import descendants
 from tests.environments.runners import reachable_path
 
 LIMITS = Limits(time_s=60, cpu_s=60, memory_mb=512, tasks=24, disk_mb=8, output_chars=4000)

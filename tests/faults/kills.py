@@ -25,17 +25,18 @@ from types import SimpleNamespace
 from typing import Any, NoReturn
 
 from hpc_rl.config.compose import compose
-from hpc_rl.config.ppo import PpoConfig
+from hpc_rl.config.rl.ppo import PpoConfig
 from hpc_rl.errors import RunError
 from hpc_rl.finetune import train, trainer  # noqa: F401 - imported before the fork
-from hpc_rl.host.processes import descendants
-from hpc_rl.rl import calls, process, saving, setup  # noqa: F401
-from hpc_rl.rl import trainer as rl_trainer  # noqa: F401
+from hpc_rl.rl.actors import calls, process
+from hpc_rl.rl.actors.pools import Node, Pool, Slot
+from hpc_rl.rl.loop import saving, setup  # noqa: F401
+from hpc_rl.rl.loop import trainer as rl_trainer  # noqa: F401
 from hpc_rl.rl.main_ppo import TaskRunner
-from hpc_rl.rl.pools import Node, Pool, Slot
 from hpc_rl.rl.rollout import request_queue
 from hpc_rl.rl.workers import group
 from hpc_rl.run_dir import RunDir
+from hpc_rl.system.processes import descendants
 from hpc_rl.training.checkpoints import folders
 
 RANKS = 2

@@ -89,7 +89,7 @@ def begin(found: Site, job: Job, partition: str, run: str) -> None:
     if job == "sft":
         step, held = 3, workspace.hold_at(3)
     else:
-        step, held = 1, pause_in(workspace, "hpc_rl.rl.trainer:timeline", until="stop attempt-2")
+        step, held = 1, pause_in(workspace, "hpc_rl.rl.loop.trainer:timeline", until="stop attempt-2")
     workspace.ok("submit", *SIZES[job], *EVERY, "--partition", partition, "--job-name", run, *held)
     workspace.wait_until(lambda: len(found.measured(run)) >= step, f"{run} at step {step}")
 

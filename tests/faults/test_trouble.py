@@ -161,7 +161,7 @@ def test_a_reward_that_never_works(
     ("job", "what", "function", "state"),
     [
         ("sft", "a save", "hpc_rl.training.checkpoints.checkpoint:Saver.save", "STOPPED"),
-        ("ppo", "a save", "hpc_rl.rl.trainer:save", "STOPPED"),
+        ("ppo", "a save", "hpc_rl.rl.loop.trainer:save", "STOPPED"),
         ("sft", "the export", "hpc_rl.finetune.trainer:export", "COMPLETED"),
     ],
 )

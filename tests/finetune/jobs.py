@@ -19,8 +19,8 @@ from hpc_rl.finetune.train import parse
 from hpc_rl.finetune.trainer import train
 from hpc_rl.run_dir import RunDir
 from hpc_rl.tracking.metrics import read_metrics
-from hpc_rl.training import distributed, sharding
-from hpc_rl.training.distributed import World
+from hpc_rl.training.parallel import distributed, sharding
+from hpc_rl.training.parallel.distributed import World
 from tests.finetune.forked import SETTINGS, Forked
 
 ALONE = World(rank=0, size=1, device=torch.device("cpu"))

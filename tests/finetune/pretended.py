@@ -11,7 +11,8 @@ import pytest
 
 from hpc_rl.finetune.train import parse
 from hpc_rl.finetune.trainer import train
-from hpc_rl.training import distributed, rows
+from hpc_rl.training import rows
+from hpc_rl.training.parallel import distributed
 
 
 @contextmanager

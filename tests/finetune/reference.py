@@ -9,10 +9,10 @@ import torch
 from torch.nn.functional import cross_entropy
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from hpc_rl.config.sft import SftConfig
+from hpc_rl.config.training.sft import SftConfig
 from hpc_rl.data.order import epoch_order
+from hpc_rl.data.reading.sources import all_rows
 from hpc_rl.data.sft_dataset import Sample, chat_tokenizer
-from hpc_rl.data.sources import all_rows
 
 
 @dataclass(frozen=True)

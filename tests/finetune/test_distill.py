@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hpc_rl.algorithms.divergences import DIVERGENCES, top_k_logprobs
 from hpc_rl.config.compose import compose
-from hpc_rl.config.distill import DistillConfig
+from hpc_rl.config.training.distill import DistillConfig
 from hpc_rl.data.sft_dataset import Sample
 from hpc_rl.errors import EXIT_STOPPED, UserError
 from hpc_rl.finetune import precomputed, teacher

@@ -15,7 +15,7 @@ from hpc_rl.errors import UserError
 from hpc_rl.finetune import trainer
 from hpc_rl.finetune.sft import Sft
 from hpc_rl.run_dir import RunDir
-from hpc_rl.tracking import report
+from hpc_rl.tracking.page import report
 from hpc_rl.tracking.tracker import Tracker, open_tracker
 from hpc_rl.training import guards
 from tests.finetune.jobs import run_here, run_job, spawn
@@ -35,7 +35,7 @@ def test_bad_input_is_one_line(sft_config: list[str], tmp_path: Path, overrides:
     if "trainer.device=cuda" in overrides:
         if torch.cuda.is_available():
             pytest.skip("this machine has a GPU")
-        from hpc_rl.training import distributed
+        from hpc_rl.training.parallel import distributed
 
         with pytest.raises(UserError, match=line):
             distributed.start("cuda", 10)

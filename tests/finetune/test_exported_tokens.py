@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 from tests.data.conftest import CHATML
 from tests.finetune.jobs import run_here
 from tests.helpers import make_tiny_model
-from tests.rl.rollout.test_vllm import needs_vllm
+from tests.rl.rollout.vllm.test_engine import needs_vllm
 
 QUESTIONS = ("What is 3 plus 4?", "What is 5 plus 5?")
 ANSWERS = ("It is 7.", "It is 10.")

@@ -17,7 +17,7 @@ from torch.nn.utils import parametrize
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from hpc_rl.config.compose import compose
-from hpc_rl.config.finetune import FinetuneConfig
+from hpc_rl.config.training.finetune import FinetuneConfig
 from hpc_rl.errors import EXIT_STOPPED, AgreedError, UserError
 from hpc_rl.finetune import reference
 from hpc_rl.finetune.trainer import load, step

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from hpc_rl.config.compose import compose
-from hpc_rl.config.sft import SftConfig
+from hpc_rl.config.training.sft import SftConfig
 from tests.finetune.jobs import run_here, run_several, series
 from tests.finetune.reference import Reference, reference_run
 

@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 from transformers import AutoTokenizer
 
-from hpc_rl.config.sft import SftConfig
+from hpc_rl.config.training.sft import SftConfig
 from hpc_rl.data.mixture import Mixture
+from hpc_rl.data.reading.sources import all_rows
 from hpc_rl.data.sample_files import CHATS
 from hpc_rl.data.sft_dataset import chat_tokenizer
-from hpc_rl.data.sources import all_rows
 from hpc_rl.errors import EXIT_STOPPED, AgreedError
 from hpc_rl.finetune import dataset
 from hpc_rl.finetune.dataset import load_training

@@ -7,17 +7,17 @@ import pytest
 import torch
 from torch.nn.functional import cross_entropy
 
-from hpc_rl.config.sft import DataConfig, SftConfig
-from hpc_rl.config.training import ModelConfig
+from hpc_rl.config.training.common import ModelConfig
+from hpc_rl.config.training.sft import DataConfig, SftConfig
 from hpc_rl.data.lazy import sizes_of
 from hpc_rl.data.sft_dataset import Sample
 from hpc_rl.finetune.base import Work
 from hpc_rl.finetune.sft import Sft
 from hpc_rl.finetune.trainer import perf_metrics
 from hpc_rl.training.checkpoints.checkpoint import due
-from hpc_rl.training.distributed import World
+from hpc_rl.training.models.attention.packed_attention import attention_kwargs
 from hpc_rl.training.models.causal_lm import CausalLM, Flops, load_model
-from hpc_rl.training.models.packed_attention import attention_kwargs
+from hpc_rl.training.parallel.distributed import World
 from hpc_rl.training.perf import Clock
 from tests.helpers import make_tiny_model
 

@@ -17,7 +17,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from hpc_rl.config.compose import compose
-from hpc_rl.config.finetune import FinetuneConfig
+from hpc_rl.config.training.finetune import FinetuneConfig
 from hpc_rl.data.lazy import Rows, sizes_of
 from hpc_rl.data.order import batches
 from hpc_rl.data.pairs import Preference
@@ -30,8 +30,8 @@ from hpc_rl.finetune.rm import BINS, BradleyTerry
 from hpc_rl.finetune.trainer import load, step, validate
 from hpc_rl.finetune.training_data import Epochs
 from hpc_rl.run_dir import RunDir
-from hpc_rl.training.distributed import World
 from hpc_rl.training.models.loading import load_sharded
+from hpc_rl.training.parallel.distributed import World
 from hpc_rl.training.perf import Clock
 from tests.finetune.jobs import ALONE, run_here, run_job, run_several, series
 from tests.helpers import make_tiny_model

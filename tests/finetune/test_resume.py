@@ -18,8 +18,8 @@ from hpc_rl.finetune.sft import Sft
 from hpc_rl.run_dir import RunDir
 from hpc_rl.tracking.tracker import Tracker
 from hpc_rl.training.checkpoints import checkpoint, folders, model_state
+from hpc_rl.training.models.attention.packed_batch import PackedBatch
 from hpc_rl.training.models.causal_lm import CausalLM
-from hpc_rl.training.models.packed_batch import PackedBatch
 from tests.finetune.jobs import ask_at, run_here, run_job, run_stopped, series
 from tests.small_disk import await_folder, needs_root, small_disk
 

@@ -25,9 +25,9 @@ from hpc_rl.finetune.teacher_ranks import Teams, divided, split
 from hpc_rl.finetune.train import parse
 from hpc_rl.node.causes import Kind, kind_of
 from hpc_rl.run_dir import RunDir
-from hpc_rl.training import distributed
-from hpc_rl.training.distributed import World
-from hpc_rl.training.models.packed_batch import PackedBatch
+from hpc_rl.training.models.attention.packed_batch import PackedBatch
+from hpc_rl.training.parallel import distributed
+from hpc_rl.training.parallel.distributed import World
 from tests.finetune.jobs import ALONE, arguments, run_here, run_job, run_several, run_stopped, series, spawn
 from tests.helpers import make_tiny_model, write_chats
 

@@ -11,13 +11,14 @@ import pytest
 from transformers import AutoTokenizer
 
 from hpc_rl.config.compose import compose
-from hpc_rl.config.preferences import DpoConfig
-from hpc_rl.config.sft import SftConfig
-from hpc_rl.data import identity, windows
+from hpc_rl.config.training.preferences import DpoConfig
+from hpc_rl.config.training.sft import SftConfig
+from hpc_rl.data import identity
 from hpc_rl.data.identity import windows_of
 from hpc_rl.data.order import epoch_order
+from hpc_rl.data.reading import windows
+from hpc_rl.data.reading.windows import WindowReader
 from hpc_rl.data.sft_dataset import chat_tokenizer
-from hpc_rl.data.windows import WindowReader
 from hpc_rl.errors import EXIT_STOPPED, AgreedError, AgreedRunError, RunError
 from hpc_rl.finetune.train import parse
 from hpc_rl.finetune.trainer import train

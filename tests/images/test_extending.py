@@ -12,9 +12,9 @@ import pytest
 from hpc_rl.errors import UserError
 from hpc_rl.images.runtimes import RUNTIMES
 from hpc_rl.submission.preflight import checks
-from hpc_rl.submission.script import render_container
+from hpc_rl.submission.script.render import render_container
 from tests.images.test_run_options import image_job
-from tests.submission.test_script import check_shell
+from tests.submission.script.test_render import check_shell
 
 DOCS = Path(__file__).parents[2] / "docs"
 SECTION = "## Container runtime\n"

@@ -20,9 +20,9 @@ from hpc_rl.images.runtimes import RUNTIMES, ContainerRuntime, runtime_of
 from hpc_rl.run_dir import TOKENIZED, RunDir
 from hpc_rl.submission.job import Job
 from hpc_rl.submission.preflight import checks
-from hpc_rl.submission.script import render, render_container
+from hpc_rl.submission.script.render import render, render_container
 from tests.fake_apptainer import FakeApptainer, sif_bytes
-from tests.submission.test_script import GOLDEN, NASTY, check_shell
+from tests.submission.script.test_render import GOLDEN, NASTY, check_shell
 
 PWD = Path("/home/me")
 

@@ -12,7 +12,7 @@ import signal
 import sys
 from pathlib import Path
 
-from hpc_rl.host.acceptance import Launcher, Line, append, read, unfinished
+from hpc_rl.formats.acceptance import Launcher, Line, append, read, unfinished
 
 
 def main(rank: int, results: Path, folder: Path, launcher: Launcher, fates: dict[str, str]) -> None:

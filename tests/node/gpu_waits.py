@@ -12,8 +12,8 @@ from typing import NoReturn
 import torch
 import torch.distributed as dist
 
-from hpc_rl.host.heartbeat import heart
-from hpc_rl.training import distributed, flight_recorder
+from hpc_rl.liveness.heartbeat import heart
+from hpc_rl.training.parallel import distributed, flight_recorder
 
 
 def read_a_value(work: dist.Work) -> None:

@@ -3,7 +3,7 @@ from pathlib import Path
 
 import pytest
 
-from hpc_rl.host.usage import Gpu
+from hpc_rl.formats.usage import Gpu
 from hpc_rl.node.gpus import measure_gpus, parse_nvidia
 
 

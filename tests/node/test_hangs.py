@@ -15,8 +15,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from hpc_rl.host.flight_records import Finding
-from hpc_rl.host.walltime import unlimited
+from hpc_rl.liveness.flight_records import Finding
+from hpc_rl.liveness.walltime import unlimited
 from hpc_rl.node import hangs, stack_files
 from hpc_rl.node.hangs import HangWatch, Place, Walltime, process_states, read_beats, verdict, watching
 from hpc_rl.node.pulses import Pulse, Pulses, read_pulse
@@ -27,7 +27,7 @@ from tests.sandbox.processes import DEADLINE_S
 GPU_WAITS = str(Path(__file__).with_name("gpu_waits.py"))
 WORKS = """
 import time
-from hpc_rl.host.heartbeat import heart
+from hpc_rl.liveness.heartbeat import heart
 heart.begin("rank 0")
 with heart.phase("optimizer"):
     pass

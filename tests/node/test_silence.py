@@ -3,7 +3,7 @@ from dataclasses import replace
 
 import pytest
 
-from hpc_rl.host.heartbeat import Beat
+from hpc_rl.liveness.heartbeat import Beat
 from hpc_rl.node.silence import LONG, Sight, Vigil, culprits, described, not_known, quiet_s, waiting_driver
 
 TIMEOUT_S = 100.0

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from hpc_rl.host import stacks
+from hpc_rl.liveness import stacks
 from hpc_rl.node import stack_files
 from hpc_rl.node.stack_files import collect, name_of, slug, waits_for_others
 
@@ -21,7 +21,7 @@ LOADER = '  File "/x/data.py", line 3 in read\n'
 ANSWERS = """
 import sys, time
 from pathlib import Path
-from hpc_rl.host import stacks
+from hpc_rl.liveness import stacks
 stacks.answer_requests(Path(sys.argv[1]))
 def the_data_loader():
     print("ready", flush=True)

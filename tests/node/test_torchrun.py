@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from hpc_rl.host import jit_caches
 from hpc_rl.node.rank import place_in_job
 from hpc_rl.node.rank_ends import read_exits
 from hpc_rl.node.torchrun import parse, process_environment, torchrun_command
 from hpc_rl.run_dir import read_outcome
 from hpc_rl.slurm.allocation import Allocation
+from hpc_rl.software import jit_caches
 
 DEADLINE_S = 600
 SCRATCH = Path("/tmp/scratch")

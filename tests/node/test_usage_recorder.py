@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 
 from hpc_rl.errors import UserError
-from hpc_rl.host.processes import descendants
-from hpc_rl.host.usage import Gpu, read_usage
+from hpc_rl.formats.usage import Gpu, read_usage
 from hpc_rl.node.usage_recorder import INTERVAL_S, interval, recording_usage, used
 from hpc_rl.slurm.allocation import Allocation
+from hpc_rl.system.processes import descendants
 from tests.node.test_gpus import fake_nvidia_smi
 
 HERE = Allocation(job_id="7", restart=0, nodes=("gpu01", "gpu02"), node_rank=1, cpus=2)

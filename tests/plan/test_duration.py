@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from hpc_rl.host.gpu_models import GpuModel
+from hpc_rl.formats.gpu_models import GpuModel
 from hpc_rl.plan.duration import Duration, Work, gpus_of, items_of, operations, step_seconds, steps_of, work_of
 from hpc_rl.plan.text import time_text
 from tests.plan.configs import SHAPES, config

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from hpc_rl.config.training import Offload
+from hpc_rl.config.training.common import Offload
 from hpc_rl.plan.gpu_memory import Held, largest
 from hpc_rl.plan.shape import Experts, Shape
 

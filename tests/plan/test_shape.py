@@ -8,7 +8,7 @@ import pytest
 import torch
 import transformers
 
-from hpc_rl.config.training import LoraConfig
+from hpc_rl.config.training.common import LoraConfig
 from hpc_rl.errors import UserError
 from hpc_rl.plan.memory import adapter_parameters
 from hpc_rl.plan.shape import Experts, Shape, shape_of

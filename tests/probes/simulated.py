@@ -21,7 +21,7 @@ from hpc_rl.probes.acceptance.bench import Bench, Layout
 from hpc_rl.probes.acceptance.session import attempt
 from hpc_rl.probes.tiny_model import make_tokenizer
 from hpc_rl.run_dir import RunDir
-from hpc_rl.training.distributed import World
+from hpc_rl.training.parallel.distributed import World
 from tests.simulated_gpu.gpu import simulated_gpus
 from tests.simulated_gpu.models import untrained
 

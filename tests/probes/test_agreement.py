@@ -10,8 +10,9 @@ from hpc_rl.probes.acceptance import generation
 from hpc_rl.probes.acceptance.bench import Bench, Layout
 from hpc_rl.probes.acceptance.generation import AgreementRunner, after_update, before_update
 from hpc_rl.probes.acceptance.models import main as make_model
-from hpc_rl.rl import calls, process, setup
-from hpc_rl.rl.pools import Node, Pool, Slot
+from hpc_rl.rl.actors import calls, process
+from hpc_rl.rl.actors.pools import Node, Pool, Slot
+from hpc_rl.rl.loop import setup
 from hpc_rl.rl.rollout import request_queue, rollout
 from hpc_rl.rl.workers import group, worker
 

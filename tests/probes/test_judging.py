@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 import torch
 
-from hpc_rl.config.ppo import PpoConfig
+from hpc_rl.config.rl.ppo import PpoConfig
 from hpc_rl.errors import RunError
-from hpc_rl.host.acceptance import append, read
+from hpc_rl.formats.acceptance import append, read
 from hpc_rl.probes.acceptance import attention, generation, on_ranks, training
 from hpc_rl.probes.acceptance.bench import Bench, Failed, Layout, Skip
 from hpc_rl.probes.acceptance.generation import after_update, before_update, released
@@ -18,7 +18,7 @@ from hpc_rl.probes.acceptance.on_ray import run as run_on_ray
 from hpc_rl.probes.acceptance.session import Session, attempt, words_of
 from hpc_rl.probes.acceptance.table import rows
 from hpc_rl.probes.acceptance.training import Measured, difference, speed_text
-from hpc_rl.training.distributed import World
+from hpc_rl.training.parallel.distributed import World
 
 CPU = Layout("cpu", 1, 1, frozenset({"ray", "tensordict"}))
 ALONE = World(0, 1, torch.device("cpu"))

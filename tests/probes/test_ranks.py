@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from hpc_rl.host.acceptance import ENV_SCRATCH, read
-from hpc_rl.host.layouts import Covered
+from hpc_rl.formats.acceptance import ENV_SCRATCH, read
+from hpc_rl.formats.layouts import Covered
 from hpc_rl.run_dir import ENV_GROUP_DIR
 
 TIMEOUT_S = 1800

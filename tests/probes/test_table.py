@@ -6,9 +6,9 @@ from typing import get_args
 
 import pytest
 
-from hpc_rl.config.engines import ENGINES
-from hpc_rl.config.training import TrainingConfig
-from hpc_rl.host.layouts import WITHOUT_CHECK, Covered
+from hpc_rl.config.rl.engines import ENGINES
+from hpc_rl.config.training.common import TrainingConfig
+from hpc_rl.formats.layouts import WITHOUT_CHECK, Covered
 from hpc_rl.probes.acceptance.bench import Layout
 from hpc_rl.probes.acceptance.network import BETWEEN, WITHIN, rank_groups
 from hpc_rl.probes.acceptance.placements import parallel_placing, placings, splits

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hpc_rl.config.reward import OptionalRewardConfig
+from hpc_rl.config.rl.reward import OptionalRewardConfig
 from hpc_rl.data.prompts import Prompt
 from hpc_rl.rewards.scorer import Scorer, open_scorer
 

@@ -210,7 +210,7 @@ def test_processes_end_with_their_owner(write: Write, tmp_path: Path, busy: bool
     owner = f"""
 import time
 from tests.rewards.conftest import prompts
-from hpc_rl.config.reward import OptionalRewardConfig
+from hpc_rl.config.rl.reward import OptionalRewardConfig
 from hpc_rl.rewards.scorer import open_scorer
 scorer = open_scorer(OptionalRewardConfig(function={spec!r}, workers=2))
 print("open", flush=True)

@@ -6,7 +6,7 @@ import pytest
 
 from hpc_rl import rewards
 from hpc_rl.config.compose import documented_keys
-from hpc_rl.config.reward import OptionalRewardConfig
+from hpc_rl.config.rl.reward import OptionalRewardConfig
 from hpc_rl.rewards.check import check_function
 from hpc_rl.rewards.scorer import InDriverScorer, ProcessScorer, open_scorer
 from hpc_rl.rewards.table import REWARDS, BuiltIn

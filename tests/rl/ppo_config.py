@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from hpc_rl.config.compose import compose
-from hpc_rl.config.ppo import PpoConfig
+from hpc_rl.config.rl.ppo import PpoConfig
 
 REQUIRED = ("model.path=/model", "data.train_files=train.jsonl", "reward.function=exact")
 SMALL = ("trainer.device=cpu", "data.train_batch_size=4", "rollout.n=2", "data.max_response_length=8")

@@ -9,13 +9,13 @@ from typing import Any, ClassVar
 import numpy as np
 import pytest
 
-from hpc_rl.config.reward import OptionalRewardConfig
+from hpc_rl.config.rl.reward import OptionalRewardConfig
 from hpc_rl.environments.protocol import Outcome
 from hpc_rl.rewards.scorer import Scores
-from hpc_rl.rl.calls import Pending
+from hpc_rl.rl.actors.calls import Pending
 from hpc_rl.rl.converse.transcripts import Conversed
+from hpc_rl.rl.loop.scoring import NO_REWARD, EnvironmentScoring, last_turns, response_texts
 from hpc_rl.rl.rollout.engine import Completion
-from hpc_rl.rl.scoring import NO_REWARD, EnvironmentScoring, last_turns, response_texts
 
 
 def conversed(outcome: Outcome, *ids: int) -> Conversed:

@@ -9,10 +9,12 @@ from typing import Any, NoReturn
 
 import pytest
 
-from hpc_rl.rl import main_ppo, process, setup, trainer
+from hpc_rl.rl import main_ppo
+from hpc_rl.rl.actors import process
 from hpc_rl.rl.generation import run as generation
+from hpc_rl.rl.loop import setup, trainer
 from hpc_rl.run_dir import RunDir
-from hpc_rl.tracking import report
+from hpc_rl.tracking.page import report
 from hpc_rl.tracking.tracker import Tracker, open_tracker
 from tests.rl.ppo_config import ppo_config
 

@@ -10,7 +10,7 @@ import pytest
 from hpc_rl import run_dir
 from hpc_rl.config.compose import dump
 from hpc_rl.errors import EXIT_BAD_INPUT, UserError
-from hpc_rl.rl import cluster
+from hpc_rl.rl.actors import cluster
 from hpc_rl.rl.main_ppo import main, parse, run_ppo
 from hpc_rl.run_dir import RunDir
 from tests.rl.ppo_config import REQUIRED, ppo_config

@@ -17,13 +17,13 @@ from tensordict import TensorDict
 from hpc_rl.algorithms.aggregation import LOSS_AGGREGATIONS
 from hpc_rl.algorithms.estimators import ESTIMATORS
 from hpc_rl.algorithms.kl import KL_ESTIMATORS
-from hpc_rl.config.ppo import PpoConfig
-from hpc_rl.rl import experience as columns
-from hpc_rl.rl import trainer
-from hpc_rl.rl.calls import Pending
+from hpc_rl.config.rl.ppo import PpoConfig
+from hpc_rl.rl.actors.calls import Pending
 from hpc_rl.rl.carriers.base import dealt_shards
-from hpc_rl.rl.dealing import Shard
-from hpc_rl.rl.metrics import experience_metrics, has_signal, perf_metrics
+from hpc_rl.rl.loop import experience as columns
+from hpc_rl.rl.loop import trainer
+from hpc_rl.rl.loop.dealing import Shard
+from hpc_rl.rl.loop.metrics import experience_metrics, has_signal, perf_metrics
 from hpc_rl.rl.rollout.engine import Completion
 from hpc_rl.rl.workers.group import WorkerGroup
 from hpc_rl.rl.workers.held import hold

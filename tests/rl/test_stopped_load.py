@@ -8,8 +8,10 @@ from typing import Any, NoReturn
 import pytest
 
 from hpc_rl.errors import EXIT_STOPPED
-from hpc_rl.rl import main_ppo, process, setup
+from hpc_rl.rl import main_ppo
+from hpc_rl.rl.actors import process
 from hpc_rl.rl.generation import run as generation
+from hpc_rl.rl.loop import setup
 from hpc_rl.run_dir import RunDir
 from hpc_rl.training.stopping import Stopped
 from tests.rl.ppo_config import ppo_config

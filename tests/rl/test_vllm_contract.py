@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from packaging.specifiers import SpecifierSet
 
-from tests.rl.rollout.test_vllm import needs_vllm
+from tests.rl.rollout.vllm.test_engine import needs_vllm
 from tests.vllm_wheels import PROCESSES, admitted_versions, oldest, run_checks, unpack
 
 

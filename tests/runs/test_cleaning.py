@@ -10,7 +10,6 @@ from hpc_rl import run_dir
 from hpc_rl.cli import app
 from hpc_rl.cli.text import size_text
 from hpc_rl.errors import UserError
-from hpc_rl.host import entries
 from hpc_rl.run_dir import SWEEP_MARK, TOKENIZED, RunDir, submitting
 from hpc_rl.runs import cleaning
 from hpc_rl.runs.cleaning import (
@@ -26,6 +25,7 @@ from hpc_rl.runs.cleaning import (
     whole_runs,
 )
 from hpc_rl.runs.status import RunStatus, runs_below, status_of
+from hpc_rl.system import entries
 from hpc_rl.training.checkpoints import checksums, folders
 from hpc_rl.training.checkpoints.folders import Progress
 

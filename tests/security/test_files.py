@@ -19,16 +19,16 @@ from pathlib import Path
 import pytest
 
 from hpc_rl.errors import UserError
-from hpc_rl.host.files import read_json, tail, write_atomically
-from hpc_rl.host.jit_caches import kept_folder
-from hpc_rl.host.scratch import held_scratch, job_folders, local_folder, remove_recorded, remove_scratch
 from hpc_rl.images.build import _workplace
 from hpc_rl.run_dir import RunDir, submitting
 from hpc_rl.runs import control
 from hpc_rl.runs.status import status_of
+from hpc_rl.software.jit_caches import kept_folder
 from hpc_rl.submission.preflight.folders import check_run_dir
 from hpc_rl.submission.requeue import _own_script, requeue
-from hpc_rl.submission.script import support_text
+from hpc_rl.submission.script.render import support_text
+from hpc_rl.system.files import read_json, tail, write_atomically
+from hpc_rl.system.scratch import held_scratch, job_folders, local_folder, remove_recorded, remove_scratch
 from tests.fake_slurm import calls, fake_slurm
 from tests.security.intruder import as_intruder
 from tests.security.users import INTRUDER, VICTIM, copy_of_this_process, needs_root

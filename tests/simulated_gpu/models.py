@@ -11,9 +11,9 @@ from unittest import mock
 import torch
 
 from hpc_rl.rl.workers import critic, reward_model
-from hpc_rl.training.distributed import World
 from hpc_rl.training.models import loading, pretrained
 from hpc_rl.training.models.pretrained import Pretrained
+from hpc_rl.training.parallel.distributed import World
 from tests.simulated_gpu.shapes import Shape, sizes
 
 if TYPE_CHECKING:

@@ -10,7 +10,7 @@ from unittest import mock
 
 import torch
 
-from hpc_rl.training.models import packed_attention
+from hpc_rl.training.models.attention import packed_attention
 from tests.simulated_gpu import streams
 from tests.simulated_gpu.patches import GPU_BYTES, GPU_NAME
 from tests.simulated_gpu.record import note

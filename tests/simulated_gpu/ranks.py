@@ -5,10 +5,10 @@
     results[3].collectives                                   # in order: name, group, ranks, shapes, dtype, stream
     results[3].calls                                         # of streams and events
 
-The ranks meet and exchange as in a job (`hpc_rl.training.distributed`), over gloo. Their collectives, streams and
-events are written down (`groups.py`, `streams.py`, `record.py`); code that has a communicator of another library calls
-`record.note_collective` in its stand-in. While they run, this process compares their records. It ends all of them and
-raises
+The ranks meet and exchange as in a job (`hpc_rl.training.parallel.distributed`), over gloo. Their collectives, streams
+and events are written down (`groups.py`, `streams.py`, `record.py`); code that has a communicator of another library
+calls `record.note_collective` in its stand-in. While they run, this process compares their records. It ends all of them
+and raises
 
 - `RankFailed` with the traceback of the first rank that raises or ends,
 - `WrongOrder` as soon as two ranks of a group begin different collectives (name, shape, dtype, root or operation),
@@ -36,8 +36,8 @@ from typing import Any
 
 import torch
 
-from hpc_rl.host.processes import die_with_parent
 from hpc_rl.run_dir import ENV_GROUP_DIR
+from hpc_rl.system.processes import die_with_parent
 from tests.simulated_gpu.process import call_in, compiled
 from tests.simulated_gpu.record import PAIRWISE, Call, Collective, open_record, parsed
 
@@ -345,7 +345,7 @@ def _result_of(
 
 
 def _be_rank(function: Callable[..., Any], arguments: tuple[Any, ...], rank: int, layout: Layout, group: Path) -> Any:
-    from hpc_rl.training import distributed
+    from hpc_rl.training.parallel import distributed
     from tests.simulated_gpu.groups import recorded_groups
     from tests.simulated_gpu.pretended import pretended_gpu
 

@@ -12,13 +12,13 @@ import numpy as np
 import torch
 
 from hpc_rl.config.compose import compose
-from hpc_rl.config.finetune import FinetuneConfig
-from hpc_rl.config.ppo import PpoConfig
-from hpc_rl.config.preferences import DpoConfig
-from hpc_rl.rl.dealing import Shard
+from hpc_rl.config.rl.ppo import PpoConfig
+from hpc_rl.config.training.finetune import FinetuneConfig
+from hpc_rl.config.training.preferences import DpoConfig
+from hpc_rl.rl.loop.dealing import Shard
 from hpc_rl.rl.workers.held import Held, hold
 from hpc_rl.rl.workers.worker import MODELS
-from hpc_rl.training.distributed import World
+from hpc_rl.training.parallel.distributed import World
 from tests.simulated_gpu.gpu import Gpu, simulated_gpus
 from tests.simulated_gpu.models import loading_without_files
 from tests.simulated_gpu.shapes import Shape
@@ -219,10 +219,10 @@ def _trainer_state(job: Job, config: FinetuneConfig, world: World, model: Any, o
     from hpc_rl.finetune.objectives import objective_of
     from hpc_rl.finetune.trainer import TrainerState
     from hpc_rl.finetune.training_data import Epochs
-    from hpc_rl.host.walltime import unlimited
+    from hpc_rl.liveness.walltime import unlimited
     from hpc_rl.run_dir import RunDir
     from hpc_rl.training.checkpoints.saver import OneModel, Saver
-    from hpc_rl.training.offload import ModelOffload
+    from hpc_rl.training.parallel.offload import ModelOffload
     from hpc_rl.training.stopping import Stopping
 
     run = RunDir(Path("/nonexistent"))

@@ -10,7 +10,7 @@ from unittest import mock
 import pytest
 import torch
 
-from hpc_rl.training.distributed import World
+from hpc_rl.training.parallel.distributed import World
 from tests.helpers import make_tiny_model
 from tests.simulated_gpu.gpu import simulated_gpus
 from tests.simulated_gpu.process import simulate
@@ -34,7 +34,7 @@ class _Rank0(World):
 
 def _load(path: str, role: str) -> dict[str, Any]:
     """Load a model, and copy it for a checkpoint."""
-    from hpc_rl.config.training import ModelConfig, OptimConfig, TrainingConfig
+    from hpc_rl.config.training.common import ModelConfig, OptimConfig, TrainingConfig
     from hpc_rl.training.checkpoints import model_state
     from hpc_rl.training.models.causal_lm import causal_lm
     from hpc_rl.training.models.loading import load_sharded

@@ -8,7 +8,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from hpc_rl.config.ppo import PpoConfig
+from hpc_rl.config.rl.ppo import PpoConfig
 from hpc_rl.rl.workers.critic import Critic
 from hpc_rl.rl.workers.held import hold
 from hpc_rl.rl.workers.reference import Reference

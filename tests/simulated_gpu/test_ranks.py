@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from hpc_rl.training.distributed import World
+from hpc_rl.training.parallel.distributed import World
 from tests.simulated_gpu.ranks import NotArrived, RankFailed, WrongOrder, run_ranks
 
 

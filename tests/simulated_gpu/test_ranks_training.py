@@ -13,19 +13,19 @@ import numpy as np
 import pytest
 import torch
 
-from hpc_rl.config.training import ModelConfig, OptimConfig, TrainingConfig
+from hpc_rl.config.training.common import ModelConfig, OptimConfig, TrainingConfig
 from hpc_rl.finetune.train import parse
 from hpc_rl.finetune.trainer import train
 from hpc_rl.tracking.metrics import read_metrics
 from hpc_rl.training.checkpoints import model_state
-from hpc_rl.training.distributed import World
+from hpc_rl.training.models.attention.packed_batch import pack_samples
 from hpc_rl.training.models.causal_lm import causal_lm
 from hpc_rl.training.models.lm_head import cross_entropy_sum
 from hpc_rl.training.models.loading import load_sharded
-from hpc_rl.training.models.packed_batch import pack_samples
-from hpc_rl.training.offload import ModelOffload
 from hpc_rl.training.optim import build_optimizer
-from hpc_rl.training.sharding import begin_micro_batch, own_part
+from hpc_rl.training.parallel.distributed import World
+from hpc_rl.training.parallel.offload import ModelOffload
+from hpc_rl.training.parallel.sharding import begin_micro_batch, own_part
 from tests.helpers import make_tiny_model, write_chats
 from tests.simulated_gpu.ranks import Rank, run_ranks
 from tests.simulated_gpu.record import Call, Collective, note

@@ -12,13 +12,13 @@ import torch.distributed as dist
 from torch._dynamo.utils import counters
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from hpc_rl.config.training import ModelConfig, TrainingConfig
-from hpc_rl.training import sharding
-from hpc_rl.training.distributed import World
+from hpc_rl.config.training.common import ModelConfig, TrainingConfig
+from hpc_rl.training.models.attention.packed_batch import pack_samples
 from hpc_rl.training.models.causal_lm import CausalLM, causal_lm
 from hpc_rl.training.models.lm_head import cross_entropy_sum
 from hpc_rl.training.models.loading import load_sharded
-from hpc_rl.training.models.packed_batch import pack_samples
+from hpc_rl.training.parallel import sharding
+from hpc_rl.training.parallel.distributed import World
 from tests.marks import long
 from tests.simulated_gpu.models import loading_without_files
 from tests.simulated_gpu.process import simulate

@@ -6,7 +6,7 @@ import pytest
 import yaml
 
 from hpc_rl.config.compose import compose
-from hpc_rl.config.ppo import PpoConfig
+from hpc_rl.config.rl.ppo import PpoConfig
 from hpc_rl.errors import UserError
 from hpc_rl.sites import profile as profiles
 

@@ -13,7 +13,7 @@ from hpc_rl.sites.profile import Profile, load_profile
 from hpc_rl.sites.proposal import Facts, choose_accounts, choose_partitions, first_choice, propose
 from hpc_rl.slurm.cluster import Partition, read_associations, read_config, read_interfaces, read_partitions, read_sinfo
 from hpc_rl.submission.job import Job
-from hpc_rl.submission.script import render
+from hpc_rl.submission.script.render import render
 from tests.helpers import recorded
 
 RECORDED = Path(__file__).parents[1] / "slurm" / "recorded"

@@ -11,8 +11,8 @@ from hpc_rl.config.compose import compose
 from hpc_rl.run_dir import RunDir
 from hpc_rl.sites.profile import load_profile, shipped_names
 from hpc_rl.submission.job import Job
-from hpc_rl.submission.script import render
-from tests.submission.test_script import check_shell, run_script, torchrun_job
+from hpc_rl.submission.script.render import render
+from tests.submission.script.test_render import check_shell, run_script, torchrun_job
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "site"
 SHIPPED = shipped_names()
@@ -59,7 +59,7 @@ def with_modules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, **slurm: list[
     init.parent.mkdir(parents=True, exist_ok=True)
     init.write_text(MODULES_3)
     with_home = f"export MODULESHOME={tmp_path}/modules\n"
-    monkeypatch.setattr("tests.submission.test_script.render", lambda job: with_home + render(job))
+    monkeypatch.setattr("tests.submission.script.test_render.render", lambda job: with_home + render(job))
     job = torchrun_job(tmp_path / "run", **{f"slurm.{key}": value for key, value in slurm.items()})
     return run_script(job, tmp_path)
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.submission.test_script import run_script, torchrun_job
+from tests.submission.script.test_render import run_script, torchrun_job
 
 RUNS = "Restarts=0 PreemptTime=None ExcNodeList=(null)"
 TERM = 'kill -TERM "$(ps -o ppid= -p $$)"; '

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from hpc_rl.config.compose import compose
-from hpc_rl.submission.environment import job_environment
 from hpc_rl.submission.hub import fetch_environment, hub_cache
+from hpc_rl.submission.script.environment import job_environment
 from tests.data.hub_server import HubServer, hub_server
 from tests.helpers import make_tiny_model, write_chats
 from tests.tracking.test_wandb_sync import next_second

@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 
 from hpc_rl.config.compose import compose
-from hpc_rl.config.pools import can_be_even
+from hpc_rl.config.rl.pools import can_be_even
 from hpc_rl.errors import UserError
-from hpc_rl.host.model_kind import VOCABULARY_BLOCK, refuse_unsplittable_engine
+from hpc_rl.formats.model_kind import VOCABULARY_BLOCK, refuse_unsplittable_engine
 from hpc_rl.run_dir import RunDir
 from hpc_rl.submission.job import Job
 from hpc_rl.submission.local import check_local

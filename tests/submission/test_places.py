@@ -14,11 +14,12 @@ from hpc_rl.errors import UnclearError, UserError
 from hpc_rl.run_dir import RunDir
 from hpc_rl.runs.status import status_of
 from hpc_rl.slurm.place import Place
-from hpc_rl.submission import queue, sweep
-from hpc_rl.submission.after import After
-from hpc_rl.submission.directives import clusters_of, environment_notes
+from hpc_rl.submission import queue
 from hpc_rl.submission.executor import submitted
 from hpc_rl.submission.request import Request
+from hpc_rl.submission.script.directives import clusters_of, environment_notes
+from hpc_rl.submission.series import sweep
+from hpc_rl.submission.series.after import After
 from tests.fake_slurm import calls, environment, fake_slurm
 
 PROGRAM = ("trainer.device=cpu", "--", "train.py")

@@ -14,11 +14,11 @@ import pytest
 
 from hpc_rl.config.compose import compose
 from hpc_rl.errors import UserError
-from hpc_rl.host.disk import Space
 from hpc_rl.run_dir import RunDir
 from hpc_rl.slurm.commands import NodeListing
 from hpc_rl.submission.job import Job
 from hpc_rl.submission.preflight import checks, folders, hub_names, program
+from hpc_rl.system.disk import Space
 from tests.fake_slurm import fake_slurm
 from tests.helpers import make_tiny_model
 from tests.small_disk import needs_root, small_disk

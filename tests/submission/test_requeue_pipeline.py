@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 
 from hpc_rl.errors import UserError
-from hpc_rl.host.files import read_json
 from hpc_rl.runs.run_sets import PipelineDir
 from hpc_rl.runs.status import current_job
 from hpc_rl.submission import queue
 from hpc_rl.submission.requeue import requeue_pipeline
+from hpc_rl.system.files import read_json
 from tests.fake_slurm import calls, fake_slurm
 
 

@@ -10,7 +10,7 @@ from hpc_rl.errors import UserError
 from hpc_rl.run_dir import RunDir
 from hpc_rl.submission.job import Job
 from hpc_rl.submission.local import node_command, node_environment
-from hpc_rl.submission.script import render
+from hpc_rl.submission.script.render import render
 
 PER_CPU = {"slurm.mem_option": "mem-per-cpu"}
 PER_GPU = {"slurm.mem_option": "mem-per-gpu"}

@@ -14,12 +14,12 @@ from hpc_rl.config.compose import compose, dump
 from hpc_rl.errors import UserError
 from hpc_rl.run_dir import RunDir
 from hpc_rl.runs.run_sets import SweepDir
-from hpc_rl.submission import chain
 from hpc_rl.submission.job import Job
 from hpc_rl.submission.launch import prepare
 from hpc_rl.submission.preflight.checks import partition
 from hpc_rl.submission.request import Request
 from hpc_rl.submission.requeue import requeue, requeue_all
+from hpc_rl.submission.series import chain
 from tests.fake_slurm import calls, fake_slurm
 from tests.helpers import make_tiny_model
 from tests.small_disk import needs_root, small_disk

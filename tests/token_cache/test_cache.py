@@ -20,21 +20,21 @@ import pyarrow
 import pytest
 from pyarrow import parquet
 
-from hpc_rl.data.formats import Row
 from hpc_rl.data.identity import contents_of, state_of
+from hpc_rl.data.reading.formats import Row
 from hpc_rl.data.sample_files import CHATS
 from hpc_rl.data.sft_dataset import Counts, Sample
 from hpc_rl.data.tokenized import Writer
 from hpc_rl.errors import AgreedError, AgreedRunError, UserError
 from hpc_rl.finetune import dataset
-from hpc_rl.host import entries
 from hpc_rl.run_dir import RunDir
+from hpc_rl.system import entries
 from hpc_rl.token_cache import cache
 from hpc_rl.token_cache import entry as entry_module
 from hpc_rl.token_cache.cache import Team, open_tokenized
 from hpc_rl.token_cache.entry import Files, Request
-from hpc_rl.training import distributed
-from hpc_rl.training.distributed import World
+from hpc_rl.training.parallel import distributed
+from hpc_rl.training.parallel.distributed import World
 from hpc_rl.training.stopping import Stopped
 from tests.finetune.forked import SETTINGS, Forked
 from tests.finetune.jobs import ALONE, spawn

@@ -8,9 +8,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from hpc_rl.host.usage import Gpu, UsageSample, append_line, sample_line, usage_file
+from hpc_rl.formats.usage import Gpu, UsageSample, append_line, sample_line, usage_file
 from hpc_rl.run_dir import RunDir
-from hpc_rl.tracking.charts import plots_of_run
+from hpc_rl.tracking.page.charts import plots_of_run
 from hpc_rl.tracking.recorded import read_run
 
 BEGAN = 1_700_000_000.0

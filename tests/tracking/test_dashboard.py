@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
-from hpc_rl.host.usage import Gpu, NodeUsage, UsageSample
+from hpc_rl.formats.usage import Gpu, NodeUsage, UsageSample
 from hpc_rl.tracking.dashboard import BLOCKS, Snapshot, printable, screen, sparkline
 from hpc_rl.tracking.timeline import new_timeline
 

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from hpc_rl.tracking.page.report import write_page
 from hpc_rl.tracking.planned import Expected
 from hpc_rl.tracking.recorded import read_run
-from hpc_rl.tracking.report import write_page
 from hpc_rl.tracking.summary import RESULTS, SPEEDS
 from hpc_rl.tracking.timeline import PHASES
 from tests.browser import TIMEOUT_S, Browser, missing

@@ -11,13 +11,13 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from hpc_rl.config.training import LoraConfig, ModelConfig, OptimConfig, TrainingConfig
-from hpc_rl.training import distributed
+from hpc_rl.config.training.common import LoraConfig, ModelConfig, OptimConfig, TrainingConfig
 from hpc_rl.training.checkpoints import model_state
-from hpc_rl.training.distributed import World
 from hpc_rl.training.models.causal_lm import CausalLM, causal_lm
 from hpc_rl.training.models.loading import load_sharded
 from hpc_rl.training.optim import build_optimizer, set_lr
+from hpc_rl.training.parallel import distributed
+from hpc_rl.training.parallel.distributed import World
 
 ALONE = World(rank=0, size=1, device=torch.device("cpu"))
 Training = tuple[CausalLM, torch.optim.Optimizer]

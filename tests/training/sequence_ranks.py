@@ -12,17 +12,17 @@ import numpy as np
 import torch
 from torch.distributed.tensor import DTensor
 
-from hpc_rl.config.training import ModelConfig, TrainingConfig
+from hpc_rl.config.training.common import ModelConfig, TrainingConfig
 from hpc_rl.finetune.pair_batch import PairBatch, response_logprobs
 from hpc_rl.rl.workers.logprobs import token_logprobs_of
-from hpc_rl.training import distributed, sharding
-from hpc_rl.training.distributed import World
+from hpc_rl.training.models.attention.packed_batch import PackedBatch, filler, pack_samples
 from hpc_rl.training.models.causal_lm import CausalLM, PackedModel, causal_lm
 from hpc_rl.training.models.lm_head import cross_entropy_sum
 from hpc_rl.training.models.loading import load_sharded, set_adapters, weights_of
-from hpc_rl.training.models.packed_batch import PackedBatch, filler, pack_samples
 from hpc_rl.training.models.pretrained import Pretrained
 from hpc_rl.training.models.scalar_model import critic, trained_reward_model
+from hpc_rl.training.parallel import distributed, sharding
+from hpc_rl.training.parallel.distributed import World
 
 TOLERANCE = 1e-5
 ALONE = World(rank=0, size=1, device=torch.device("cpu"))

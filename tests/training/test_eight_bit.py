@@ -16,16 +16,17 @@ import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from hpc_rl.config.training import OptimConfig
+from hpc_rl.config.training.common import OptimConfig
 from hpc_rl.errors import EXIT_STOPPED, AgreedError, UserError
 from hpc_rl.plan.memory import placed_models
 from hpc_rl.plan.shape import shape_of
 from hpc_rl.run_dir import RunDir
-from hpc_rl.training import eight_bit, offload
+from hpc_rl.training import eight_bit
 from hpc_rl.training.checkpoints import model_state
 from hpc_rl.training.eight_bit import CODES, FIRST, SCALE, SECOND, EightBitAdamW, new_moments
-from hpc_rl.training.offload import ModelOffload, moments_of
 from hpc_rl.training.optim import build_optimizer, set_lr
+from hpc_rl.training.parallel import offload
+from hpc_rl.training.parallel.offload import ModelOffload, moments_of
 from tests.finetune.jobs import ask_at, run_here, run_job, series, spawn
 from tests.helpers import make_tiny_model, write_chats
 from tests.plan.configs import config as planned

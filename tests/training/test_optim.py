@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from hpc_rl.config.training import OptimConfig
+from hpc_rl.config.training.common import OptimConfig
 from hpc_rl.training.optim import build_optimizer, clip_gradients, lr_factor
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from hpc_rl.config.compose import compose
-from hpc_rl.config.sft import SftConfig
+from hpc_rl.config.training.sft import SftConfig
 from hpc_rl.errors import UserError
 from hpc_rl.run_dir import RunDir
 from hpc_rl.training.profiling import trace_path, traced

@@ -16,7 +16,7 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
 
-from hpc_rl.training import distributed, sharding
+from hpc_rl.training.parallel import distributed, sharding
 
 
 def limits_of_groups() -> dict[str, list[float]]:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
-from hpc_rl.host.heartbeat import BEATS, ENV_HEARTBEATS
-from hpc_rl.host.proxies import set_aside
-from hpc_rl.host.scratch import programs_tmpdir
+from hpc_rl.liveness.heartbeat import BEATS, ENV_HEARTBEATS
+from hpc_rl.software.proxies import set_aside
+from hpc_rl.system.scratch import programs_tmpdir
 
 _OTHER_CLUSTER = ("RAY_ADDRESS", "RAY_REDIS_ADDRESS", "RAY_AUTH_TOKEN")
 """Variables that would lead to another cluster of the user, or that hold the token of one."""

@@ -12,11 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hpc_rl.errors import EXIT_BAD_INPUT, EXIT_STOPPED
-from hpc_rl.host.counted import counted
-from hpc_rl.host.deaths import meaning_of, ran_out_of_memory
-from hpc_rl.host.files import open_to_append
-from hpc_rl.host.processes import end, shell_code, start
-from hpc_rl.host.ray_token import make_token
+from hpc_rl.formats.counted import counted
 from hpc_rl.node.causes import TERMINATED, End, Kind
 from hpc_rl.node.company import Lead
 from hpc_rl.node.entry import print_error
@@ -25,6 +21,10 @@ from hpc_rl.node.ray_cluster.environment import driver_environment
 from hpc_rl.node.ray_cluster.layout import NodeLayout
 from hpc_rl.node.ray_cluster.watch import JobEnd, Watch
 from hpc_rl.node.shown_log import ShownLog
+from hpc_rl.software.ray_token import make_token
+from hpc_rl.system.deaths import meaning_of, ran_out_of_memory
+from hpc_rl.system.files import open_to_append
+from hpc_rl.system.processes import end, shell_code, start
 
 SETTLE_S = 1.0
 """How long node 0 looks for a failure of Ray before it takes that of the driver for the cause."""

@@ -10,12 +10,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from hpc_rl.host.accelerators import ray_resource
-from hpc_rl.host.jit_caches import jit_cache_defaults
-from hpc_rl.host.numa import numa_defaults
-from hpc_rl.host.ray_token import TOKEN
-from hpc_rl.host.ray_version import check_ray, installed_ray
-from hpc_rl.host.scratch import held_scratch, local_folder, new_name
 from hpc_rl.node.entry import repaired, worker_defaults
 from hpc_rl.node.network import choose_address
 from hpc_rl.node.ray_cluster.environment import shared_environment
@@ -23,6 +17,12 @@ from hpc_rl.node.ray_cluster.limits import Grant, granted
 from hpc_rl.node.ray_cluster.ports import RayPorts, reserve
 from hpc_rl.node.ray_cluster.start import StartOptions
 from hpc_rl.slurm.allocation import Allocation
+from hpc_rl.software.jit_caches import jit_cache_defaults
+from hpc_rl.software.ray_token import TOKEN
+from hpc_rl.software.ray_version import check_ray, installed_ray
+from hpc_rl.system.accelerators import ray_resource
+from hpc_rl.system.numa import numa_defaults
+from hpc_rl.system.scratch import held_scratch, local_folder, new_name
 
 SOCKET_BYTES = 107
 """Longest path of a UNIX socket (unix(7))."""

@@ -13,10 +13,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hpc_rl.errors import UserError
-from hpc_rl.host.accelerators import visible_devices
-from hpc_rl.host.cgroups import own_cgroups
-from hpc_rl.host.counted import counted
+from hpc_rl.formats.counted import counted
 from hpc_rl.slurm.allocation import Allocation
+from hpc_rl.system.accelerators import visible_devices
+from hpc_rl.system.cgroups import own_cgroups
 
 OBJECT_STORE_SHARE = 0.3
 OBJECT_STORE_LEAST = 80_000_000

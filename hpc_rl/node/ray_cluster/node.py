@@ -16,10 +16,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from hpc_rl.errors import RunError
-from hpc_rl.host.disk import tolerate_lost_output
-from hpc_rl.host.files import open_to_append
-from hpc_rl.host.heartbeat import ENV_HEARTBEATS
-from hpc_rl.host.processes import adopt_orphans, end_descendants
+from hpc_rl.liveness.heartbeat import ENV_HEARTBEATS
 from hpc_rl.node.causes import End
 from hpc_rl.node.company import Company, join, lead
 from hpc_rl.node.ending import leave, settle
@@ -35,6 +32,9 @@ from hpc_rl.node.ray_cluster.processes import RayProcess
 from hpc_rl.node.ray_cluster.watch import JobEnd, Watch
 from hpc_rl.node.signals import heed_signals
 from hpc_rl.slurm.allocation import Allocation
+from hpc_rl.system.disk import tolerate_lost_output
+from hpc_rl.system.files import open_to_append
+from hpc_rl.system.processes import adopt_orphans, end_descendants
 
 MAX_LOG_FILES = 400
 LOG_FILE_BYTES = 1_000_000

@@ -12,10 +12,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import IO, NamedTuple
 
-from hpc_rl.host.files import tail
-from hpc_rl.host.processes import die_with_parent, shell_code
 from hpc_rl.node.ray_cluster import start
 from hpc_rl.node.ray_cluster.start import StartOptions
+from hpc_rl.system.files import tail
+from hpc_rl.system.processes import die_with_parent, shell_code
 
 TRIES = 3
 """Starts that may fail at once. A slow start is repeated as long as there is time for it."""

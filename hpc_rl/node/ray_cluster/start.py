@@ -20,9 +20,9 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, TextIO
 
-from hpc_rl.host.processes import die_with_parent
-from hpc_rl.host.ray_python import without_spaces
 from hpc_rl.node.ray_cluster.ports import AGENT_PORTS
+from hpc_rl.software.ray_python import without_spaces
+from hpc_rl.system.processes import die_with_parent
 
 POLL_S = 0.1
 UP = "up"

@@ -8,12 +8,12 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from hpc_rl.host.files import tail
 from hpc_rl.node.causes import TERMINATED, End, Kind
 from hpc_rl.node.company import Company
 from hpc_rl.node.hangs import HangWatch
 from hpc_rl.node.meeting import POLL_S, Meeting
 from hpc_rl.node.ray_cluster.processes import RayProcess
+from hpc_rl.system.files import tail
 
 
 class JobEnd(Exception):

@@ -8,9 +8,9 @@ import numpy as np
 import torch
 
 from hpc_rl.probes.acceptance.bench import Bench, Failed, worst
-from hpc_rl.training.distributed import World
-from hpc_rl.training.models import packed_attention
-from hpc_rl.training.models.packed_batch import pack_samples
+from hpc_rl.training.models.attention import packed_attention
+from hpc_rl.training.models.attention.packed_batch import pack_samples
+from hpc_rl.training.parallel.distributed import World
 
 LENGTHS = (1, 17, 64, 130, 5)
 HEADS, KEY_HEADS, HEAD_SIZE = 8, 2, 64

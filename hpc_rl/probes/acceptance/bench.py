@@ -11,12 +11,12 @@ from pathlib import Path
 from typing import Any
 
 from hpc_rl.config.compose import validate
-from hpc_rl.config.engines import ENGINES
-from hpc_rl.config.ppo import PpoConfig
-from hpc_rl.config.sft import SftConfig
+from hpc_rl.config.rl.engines import ENGINES
+from hpc_rl.config.rl.ppo import PpoConfig
+from hpc_rl.config.training.sft import SftConfig
 from hpc_rl.config.tree import put
 from hpc_rl.errors import RunError, UserError
-from hpc_rl.host.acceptance import ENV_SCRATCH
+from hpc_rl.formats.acceptance import ENV_SCRATCH
 from hpc_rl.probes.acceptance.models import LARGE, SMALL
 
 

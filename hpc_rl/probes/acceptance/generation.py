@@ -21,21 +21,21 @@ import torch
 from ray.exceptions import RayError
 from tensordict import TensorDict
 
-from hpc_rl.config.ppo import PpoConfig
-from hpc_rl.config.rollout import engine_dtype
+from hpc_rl.config.rl.ppo import PpoConfig
+from hpc_rl.config.rl.rollout import engine_dtype
 from hpc_rl.errors import RunError, UserError
-from hpc_rl.host.files import read_json
 from hpc_rl.probes.acceptance.bench import Bench, Failed, Layout, Skip
 from hpc_rl.probes.acceptance.models import LARGE
 from hpc_rl.probes.acceptance.placements import Placing, placings
 from hpc_rl.probes.acceptance.table import compiled_of, parallel_of, placing_of
 from hpc_rl.probes.acceptance.training import speed_text
-from hpc_rl.rl import setup, trainer
-from hpc_rl.rl.cluster import driver_log, run_driver
-from hpc_rl.rl.experience import add_advantages, add_rewards, flat
-from hpc_rl.rl.process import begin, quiet_libraries
-from hpc_rl.rl.state import PpoState
+from hpc_rl.rl.actors.cluster import driver_log, run_driver
+from hpc_rl.rl.actors.process import begin, quiet_libraries
+from hpc_rl.rl.loop import setup, trainer
+from hpc_rl.rl.loop.experience import add_advantages, add_rewards, flat
+from hpc_rl.rl.loop.state import PpoState
 from hpc_rl.run_dir import RunDir
+from hpc_rl.system.files import read_json
 from hpc_rl.training.perf import Clock
 
 FOUND, VISIBLE = "found.json", "visible.json"
@@ -158,7 +158,7 @@ class AgreementRunner:
     """A driver that takes one step and generates once more, and writes how engine and trainer compare."""
 
     def run(self, config: PpoConfig, run: RunDir, logs: Path) -> int:
-        """See `hpc_rl.rl.cluster.Runner`."""
+        """See `hpc_rl.rl.actors.cluster.Runner`."""
         visible = read_json(run.path / VISIBLE)
         start, began = used_memory(visible, config), time.monotonic()
         with _set_up(config, run, logs) as state:
@@ -174,7 +174,7 @@ class SpeedRunner:
     """A driver that takes some steps and writes the metrics of the fastest one."""
 
     def run(self, config: PpoConfig, run: RunDir, logs: Path) -> int:
-        """See `hpc_rl.rl.cluster.Runner`."""
+        """See `hpc_rl.rl.actors.cluster.Runner`."""
         with _set_up(config, run, logs) as state:
             steps = [_timed_step(state) for _ in range(SPEED_STEPS)]
         fastest = min(steps, key=lambda metrics: metrics["perf/time_per_step"])
@@ -226,7 +226,7 @@ def used_memory(visible: Mapping[str, str], config: PpoConfig) -> int | None:
 
 
 def _generate(state: PpoState, visible: Mapping[str, str]) -> tuple[TensorDict, dict[str, int]]:
-    """Generate a step's responses and evaluate them, as `hpc_rl.rl.trainer.step` does; measure the memory."""
+    """Generate a step's responses and evaluate them, as `hpc_rl.rl.loop.trainer.step` does; measure the memory."""
     memory: dict[str, int] = {}
     state.rollout.wake()
     batch = state.batches.draw(state.step, lambda: False)

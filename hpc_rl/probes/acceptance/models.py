@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from hpc_rl.errors import RunError
-from hpc_rl.host.ownership import private_folder
 from hpc_rl.probes.tiny_model import chats, make_tiny_model, write_chats
+from hpc_rl.system.ownership import private_folder
 
 SMALL, LARGE = "small", "large"
 """Folders of the two models. The numbers are compared on the small one; the speed is measured on the large one."""

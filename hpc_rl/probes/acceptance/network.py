@@ -6,7 +6,7 @@ import torch.distributed as dist
 
 from hpc_rl.probes.acceptance.bench import Bench
 from hpc_rl.probes.all_reduce import measure
-from hpc_rl.training.distributed import World
+from hpc_rl.training.parallel.distributed import World
 
 WITHIN, BETWEEN = "within a node", "between nodes"
 

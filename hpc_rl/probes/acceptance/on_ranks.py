@@ -19,8 +19,8 @@ import torch
 from hpc_rl.probes.acceptance.bench import Bench
 from hpc_rl.probes.acceptance.session import Session, attempt, error_file, function_of, parse, words_of
 from hpc_rl.probes.acceptance.table import rows
-from hpc_rl.training import distributed
-from hpc_rl.training.distributed import World
+from hpc_rl.training.parallel import distributed
+from hpc_rl.training.parallel.distributed import World
 
 START_TIMEOUT_S = 300
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from hpc_rl.config.engines import ENGINES
-from hpc_rl.host.layouts import Covered, Sending, covered_by
+from hpc_rl.config.rl.engines import ENGINES
+from hpc_rl.formats.layouts import Covered, Sending, covered_by
 from hpc_rl.probes.acceptance.bench import Layout
 
 IN_PROCESS = "in the trainer's process"

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from hpc_rl.errors import UserError
-from hpc_rl.host.acceptance import Launcher, Line, append, read, unfinished
+from hpc_rl.formats.acceptance import Launcher, Line, append, read, unfinished
 from hpc_rl.probes.acceptance.bench import Layout, Skip
 from hpc_rl.probes.acceptance.table import Row, rows
 
@@ -57,7 +57,7 @@ class Session:
 
 
 def parse(argv: Sequence[str]) -> Session:
-    """Read the command line that `hpc_rl.node.doctor_train` writes."""
+    """Read the command line that `hpc_rl.node.health.train` writes."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--device", required=True)
     parser.add_argument("--nodes", type=int, required=True)

@@ -11,10 +11,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import get_args
 
-from hpc_rl.config.engines import ENGINES
-from hpc_rl.config.training import TrainingConfig
-from hpc_rl.host.acceptance import Launcher, Line
-from hpc_rl.host.layouts import Covered
+from hpc_rl.config.rl.engines import ENGINES
+from hpc_rl.config.training.common import TrainingConfig
+from hpc_rl.formats.acceptance import Launcher, Line
+from hpc_rl.formats.layouts import Covered
 from hpc_rl.probes.acceptance.bench import Layout
 from hpc_rl.probes.acceptance.network import BETWEEN, WITHIN
 from hpc_rl.probes.acceptance.placements import Placing, parallel_placing, placings

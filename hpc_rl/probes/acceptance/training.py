@@ -10,13 +10,13 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from hpc_rl.config.sft import SftConfig
+from hpc_rl.config.training.sft import SftConfig
 from hpc_rl.finetune import trainer
 from hpc_rl.finetune.trainer import TrainerState
 from hpc_rl.probes.acceptance.bench import Bench, Failed, worst
 from hpc_rl.probes.acceptance.models import LARGE, SMALL, create
 from hpc_rl.run_dir import RunDir
-from hpc_rl.training.distributed import World
+from hpc_rl.training.parallel.distributed import World
 from hpc_rl.training.perf import Clock
 
 STEPS = 2

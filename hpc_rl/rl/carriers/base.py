@@ -1,8 +1,8 @@
 """What a carrier does: it brings a step's responses and token columns from the driver to the ranks, and columns back.
 
-The driver deals (rl/dealing.py) and calls the ranks; a carrier decides what the calls contain. Arguments are parcels,
-which a rank opens. What a rank computes goes into a reply, whose result is what the driver receives. All carriers bring
-the same bytes.
+The driver deals (rl/loop/dealing.py) and calls the ranks; a carrier decides what the calls contain. Arguments are
+parcels, which a rank opens. What a rank computes goes into a reply, whose result is what the driver receives. All
+carriers bring the same bytes.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ import torch
 from numpy.typing import NDArray
 from tensordict import TensorDict
 
-from hpc_rl.rl import experience as columns
-from hpc_rl.rl.calls import ActorCall
-from hpc_rl.rl.dealing import Deal, Rows, Shard, dealt_rows
+from hpc_rl.rl.actors.calls import ActorCall
+from hpc_rl.rl.loop import experience as columns
+from hpc_rl.rl.loop.dealing import Deal, Rows, Shard, dealt_rows
 
 T_co = TypeVar("T_co", covariant=True)
 FlatColumns = dict[str, NDArray[np.float32]]

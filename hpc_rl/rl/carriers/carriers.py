@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Sequence
 
-from hpc_rl.config.ppo import PpoConfig
+from hpc_rl.config.rl.ppo import PpoConfig
 from hpc_rl.rl.carriers.base import Carrier
 from hpc_rl.rl.carriers.through_ray import RayCarrier
 
@@ -30,7 +30,7 @@ def open_carrier(config: PpoConfig, nodes: Sequence[str]) -> Carrier:
 def needed_by_driver(config: PpoConfig) -> frozenset[str]:
     """Return the columns from the ranks with which the driver computes. The others may stay with the carrier.
 
-    The loop needs them for advantages (see `hpc_rl.rl.experience`), for the correction, and for metrics.
+    The loop needs them for advantages (see `hpc_rl.rl.loop.experience`), for the correction, and for metrics.
     """
     algorithm = config.algorithm
     needed = {"teacher_logprobs", "values"}

@@ -28,10 +28,10 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from tensordict import TensorDict
 
 from hpc_rl.errors import RunError, UserError
-from hpc_rl.host.transfer_queue import PACKAGE, problem
-from hpc_rl.rl import experience as columns
-from hpc_rl.rl.calls import ActorCall, Pending
-from hpc_rl.rl.fates import Actor
+from hpc_rl.rl.actors.calls import ActorCall, Pending
+from hpc_rl.rl.actors.fates import Actor
+from hpc_rl.rl.loop import experience as columns
+from hpc_rl.software.transfer_queue import PACKAGE, problem
 
 TIMEOUT_S = 600
 """Time limit of one put, get or clear. The package has none for its controller."""

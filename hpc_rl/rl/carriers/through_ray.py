@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from tensordict import TensorDict
 
 from hpc_rl.rl.carriers.base import Carrier, FlatColumns, Kept, Parcel, Reply, rows_by_rank
-from hpc_rl.rl.dealing import Deal, Shard
+from hpc_rl.rl.loop.dealing import Deal, Shard
 
 
 @dataclass(frozen=True)

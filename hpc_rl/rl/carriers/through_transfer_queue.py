@@ -15,10 +15,10 @@ import torch
 from numpy.typing import NDArray
 from tensordict import TensorDict
 
-from hpc_rl.rl.calls import ActorCall
+from hpc_rl.rl.actors.calls import ActorCall
 from hpc_rl.rl.carriers.base import Carrier, FlatColumns, Kept, Parcel, Reply, row_lengths, row_names
 from hpc_rl.rl.carriers.queue_client import Client, Connection, Server, client_of
-from hpc_rl.rl.dealing import Deal, Rows, Shard
+from hpc_rl.rl.loop.dealing import Deal, Rows, Shard
 
 
 @dataclass(frozen=True)

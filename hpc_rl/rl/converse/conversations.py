@@ -26,7 +26,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from hpc_rl.data.prompts import Prompt
-from hpc_rl.data.rows import Message, to_prompt
+from hpc_rl.data.reading.rows import Message, to_prompt
 from hpc_rl.environments.pool import Conversation
 from hpc_rl.environments.protocol import SEED, Outcome, Reply
 from hpc_rl.errors import UserError
@@ -39,7 +39,7 @@ from hpc_rl.rl.rollout.request_queue import RequestQueue
 from hpc_rl.rl.rollout.respondent import Respondent, Samplings
 
 if TYPE_CHECKING:
-    from hpc_rl.rl.cluster import DriverConfig
+    from hpc_rl.rl.actors.cluster import DriverConfig
 
 
 class Conversations(Respondent):

@@ -10,19 +10,19 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hpc_rl.data.prompts import Prompt
-from hpc_rl.data.rows import Message
+from hpc_rl.data.reading.rows import Message
 from hpc_rl.environments.pool import Environments
 from hpc_rl.environments.tool_calls import VLLM, Call, Malformed, after_thinking, find_parser
 from hpc_rl.environments.turns import Turns
 from hpc_rl.environments.vllm_parsers import load_vllm_parser
 from hpc_rl.errors import UserError
-from hpc_rl.rl.loop_thread import LoopThread
+from hpc_rl.rl.converse.loop_thread import LoopThread
 from hpc_rl.rl.rollout.engine import Completion
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from hpc_rl.rl.cluster import DriverConfig
+    from hpc_rl.rl.actors.cluster import DriverConfig
 
 
 class Environment:

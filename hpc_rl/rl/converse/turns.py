@@ -18,8 +18,8 @@ from queue import SimpleQueue
 from typing import Any
 
 from hpc_rl.data.prompts import Prompt
-from hpc_rl.host.heartbeat import heart
-from hpc_rl.rl.loop_thread import LoopThread
+from hpc_rl.liveness.heartbeat import heart
+from hpc_rl.rl.converse.loop_thread import LoopThread
 from hpc_rl.rl.rollout.engine import Completion
 from hpc_rl.rl.rollout.request_queue import Asked, RequestQueue
 from hpc_rl.rl.rollout.respondent import Samplings

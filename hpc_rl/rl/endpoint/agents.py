@@ -17,10 +17,10 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from hpc_rl.config.ppo import PpoConfig
+from hpc_rl.config.rl.ppo import PpoConfig
 from hpc_rl.data.prompts import Prompt
-from hpc_rl.data.rows import to_prompt
-from hpc_rl.host.files import write_atomically
+from hpc_rl.data.reading.rows import to_prompt
+from hpc_rl.rl.converse.loop_thread import LoopThread
 from hpc_rl.rl.converse.partner import Siblings, converse
 from hpc_rl.rl.converse.turns import TurnRequests
 from hpc_rl.rl.endpoint.answers import MODEL
@@ -29,10 +29,10 @@ from hpc_rl.rl.endpoint.rendering import Rendering
 from hpc_rl.rl.endpoint.server import Endpoint
 from hpc_rl.rl.endpoint.session import Session
 from hpc_rl.rl.endpoint.sessions import Sessions
-from hpc_rl.rl.loop_thread import LoopThread
 from hpc_rl.rl.rollout.request_queue import RequestQueue
 from hpc_rl.rl.rollout.respondent import Respondent, Samplings
 from hpc_rl.run_dir import RunDir
+from hpc_rl.system.files import write_atomically
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

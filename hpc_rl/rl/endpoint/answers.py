@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from hpc_rl.data.rows import Message
+from hpc_rl.data.reading.rows import Message
 from hpc_rl.rl.endpoint.messages import ChatRequest
 
 MODEL = "policy"

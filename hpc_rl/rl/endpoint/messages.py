@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from hpc_rl.data.rows import Message
+from hpc_rl.data.reading.rows import Message
 
 _ROLES = ("system", "developer", "user", "assistant", "tool")
 _NEW_ROLES = ("user", "tool")

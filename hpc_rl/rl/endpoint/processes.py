@@ -10,12 +10,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from hpc_rl.config.agent import AgentConfig
+from hpc_rl.config.rl.agent import AgentConfig
 from hpc_rl.errors import RunError, UserError
-from hpc_rl.host import owned
-from hpc_rl.host.files import tail
-from hpc_rl.host.search_path import users_environment
 from hpc_rl.rl.endpoint.sessions import Sessions
+from hpc_rl.system import owned
+from hpc_rl.system.files import tail
+from hpc_rl.system.search_path import users_environment
 
 MOST_FAILURES = 3
 """Failures of one process in a row, without a session that any agent has ended, after which the run ends."""
@@ -30,7 +30,7 @@ class AgentProcesses:
 
     Each has a coroutine in the event loop of the sessions, which starts it and waits for its end: the kernel ends a
     process together with the thread that has started it (`die_with_parent`). What the process has started itself ends
-    with it (hpc_rl.host.owned).
+    with it (hpc_rl.system.owned).
 
     Args:
         base_url: of the endpoint.

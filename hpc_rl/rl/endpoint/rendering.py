@@ -10,8 +10,8 @@ from contextlib import contextmanager
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
-from hpc_rl.config.ppo import PpoConfig
-from hpc_rl.data.rows import Message
+from hpc_rl.config.rl.ppo import PpoConfig
+from hpc_rl.data.reading.rows import Message
 from hpc_rl.environments.protocol import readable
 from hpc_rl.environments.tool_calls import VLLM, Call, Malformed, Parse, after_thinking, find_parser
 from hpc_rl.environments.turns import Turns

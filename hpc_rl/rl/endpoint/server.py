@@ -22,11 +22,11 @@ from aiohttp.typedefs import Handler
 from hpc_rl.environments.protocol import Outcome, readable
 from hpc_rl.errors import RunError, UserError
 from hpc_rl.rewards.number import split_reward
+from hpc_rl.rl.converse.loop_thread import LoopThread
 from hpc_rl.rl.endpoint.answers import MODEL, models
 from hpc_rl.rl.endpoint.messages import Refusal, read_chat
 from hpc_rl.rl.endpoint.session import Session
 from hpc_rl.rl.endpoint.sessions import Sessions
-from hpc_rl.rl.loop_thread import LoopThread
 
 SESSION_HEADER = "X-Session-Id"
 TAKE_S = 30.0

@@ -8,7 +8,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
-from hpc_rl.data.rows import Message
+from hpc_rl.data.reading.rows import Message
 from hpc_rl.environments.protocol import Outcome
 from hpc_rl.rl.converse.partner import Partner
 from hpc_rl.rl.converse.transcripts import Conversed

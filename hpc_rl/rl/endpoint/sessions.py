@@ -21,7 +21,7 @@ from heapq import heappop, heappush
 
 import numpy as np
 
-from hpc_rl.data.rows import Message
+from hpc_rl.data.reading.rows import Message
 from hpc_rl.environments.protocol import Outcome
 from hpc_rl.environments.tool_calls import Call
 from hpc_rl.rl.converse.transcripts import Transcript

@@ -12,11 +12,11 @@ from typing import Any
 import numpy as np
 
 from hpc_rl.algorithms.evaluation import CONFIDENCE, RESAMPLES, Estimate, estimate, maj_at_k, pass_at_k, sizes
-from hpc_rl.config.generate import EvalConfig
-from hpc_rl.host.files import write_atomically, writing
+from hpc_rl.config.rl.generate import EvalConfig
 from hpc_rl.rewards.table import REWARDS
 from hpc_rl.rl.generation.responses import FAILED, TRUNCATED, Row, read_responses
 from hpc_rl.run_dir import RunDir
+from hpc_rl.system.files import write_atomically, writing
 from hpc_rl.tracking.evaluations import data_names
 
 Extract = Callable[[str], str | None]

@@ -11,17 +11,17 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from hpc_rl.config.generate import GenerateConfig
+from hpc_rl.config.rl.generate import GenerateConfig
 from hpc_rl.errors import EXIT_STOPPED, RunError
-from hpc_rl.host.heartbeat import heart
+from hpc_rl.liveness.heartbeat import heart
 from hpc_rl.rewards.scorer import Scores
 from hpc_rl.rl.generation.feeder import Feeder
 from hpc_rl.rl.generation.measures import REWARD_ERRORS, as_metrics, combined, measure
 from hpc_rl.rl.generation.plan import Block, Plan
 from hpc_rl.rl.generation.responses import Measures, Parts, response_rows
+from hpc_rl.rl.loop.scoring import Scoring, last_turns
 from hpc_rl.rl.rollout.engine import Completion
 from hpc_rl.rl.rollout.request_queue import RequestQueue
-from hpc_rl.rl.scoring import Scoring, last_turns
 from hpc_rl.tracking.tracker import Tracker
 from hpc_rl.training.stopping import Stopping
 

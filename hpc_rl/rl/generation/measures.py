@@ -10,7 +10,7 @@ import numpy as np
 from hpc_rl.rewards.scorer import Scores
 from hpc_rl.rl.converse.transcripts import Conversed
 from hpc_rl.rl.generation.responses import FAILED, TRUNCATED, Measures, finish_of
-from hpc_rl.rl.metrics import conversation_metrics
+from hpc_rl.rl.loop.metrics import conversation_metrics
 from hpc_rl.rl.rollout.engine import Completion
 
 REWARD_ERRORS = "generate/reward_errors"

@@ -12,10 +12,10 @@ from pathlib import Path
 
 import numpy as np
 
-from hpc_rl.config.generate import GenerateConfig
+from hpc_rl.config.rl.generate import GenerateConfig
 from hpc_rl.data.lazy import Rows, Subsequence
 from hpc_rl.data.prompts import Prompt
-from hpc_rl.host.files import folder_state
+from hpc_rl.system.files import folder_state
 
 _OF_SPEED = {"workers", "timeout_s"}
 """The options of the sections `reward` and `environment` that may change while a run is stopped."""

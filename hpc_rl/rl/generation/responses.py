@@ -16,16 +16,16 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from hpc_rl.config.prompts import PromptConfig
-from hpc_rl.data.rows import to_prompt
+from hpc_rl.config.rl.prompts import PromptConfig
+from hpc_rl.data.reading.rows import to_prompt
 from hpc_rl.errors import UserError
-from hpc_rl.host.files import read_json, replacing, write_atomically, write_jsonl, writing
 from hpc_rl.rewards.scorer import Scores
-from hpc_rl.rl.batches import score_or_none
 from hpc_rl.rl.converse.transcripts import Conversed
 from hpc_rl.rl.generation.plan import Asked, Block, Plan
+from hpc_rl.rl.loop.batches import score_or_none
 from hpc_rl.rl.rollout.engine import Completion
 from hpc_rl.run_dir import RunDir
+from hpc_rl.system.files import read_json, replacing, write_atomically, write_jsonl, writing
 
 Row = dict[str, Any]
 Measures = Mapping[str, tuple[float, int]]

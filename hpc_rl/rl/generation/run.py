@@ -6,16 +6,16 @@ import time
 from contextlib import ExitStack
 from pathlib import Path
 
-from hpc_rl.config.generate import EvalConfig, GenerateConfig
+from hpc_rl.config.rl.generate import EvalConfig, GenerateConfig
 from hpc_rl.errors import EXIT_STOPPED, RunError
-from hpc_rl.host.heartbeat import heart
+from hpc_rl.liveness.heartbeat import heart
 from hpc_rl.rl.generation.evaluate import evaluate_run
 from hpc_rl.rl.generation.generate import generate
 from hpc_rl.rl.generation.setup import Prepared, open_generation, prepare, start_workers
 from hpc_rl.rl.rollout.rollout import CLOSE_TIMEOUT_S
 from hpc_rl.run_dir import RunDir
 from hpc_rl.tracking.evaluations import evaluation_text, result_metrics
-from hpc_rl.tracking.report import failure_reported
+from hpc_rl.tracking.page.report import failure_reported
 from hpc_rl.tracking.tracker import Tracker, open_tracker
 from hpc_rl.training.stopping import Stopped
 

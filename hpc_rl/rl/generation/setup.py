@@ -9,28 +9,28 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hpc_rl.config.generate import EvalConfig, GenerateConfig
-from hpc_rl.config.pools import pool_of, pool_spec
-from hpc_rl.config.rollout import engine_name
-from hpc_rl.data.chat import chat_template, template_remarks
+from hpc_rl.config.rl.generate import EvalConfig, GenerateConfig
+from hpc_rl.config.rl.pools import pool_of, pool_spec
+from hpc_rl.config.rl.rollout import engine_name
 from hpc_rl.data.lazy import Subsequence
+from hpc_rl.data.templates.chat import chat_template, template_remarks
 from hpc_rl.rewards.scorer import open_scorer
-from hpc_rl.rl.calls import MODEL_LIMIT, wait_for_all
+from hpc_rl.rl.actors.calls import MODEL_LIMIT, wait_for_all
+from hpc_rl.rl.actors.pools import create_pools
 from hpc_rl.rl.converse.conversations import Conversations
 from hpc_rl.rl.converse.environment import Environment
-from hpc_rl.rl.environment_hosts import open_environments
+from hpc_rl.rl.converse.environment_hosts import open_environments
 from hpc_rl.rl.generation.feeder import Feeder
 from hpc_rl.rl.generation.generate import Generation
 from hpc_rl.rl.generation.measures import combined
 from hpc_rl.rl.generation.plan import Plan, Source, blocks_of, make_plan
 from hpc_rl.rl.generation.responses import COLUMNS, Parts
-from hpc_rl.rl.pools import create_pools
-from hpc_rl.rl.prompt_data import PromptLoader
+from hpc_rl.rl.loop.prompt_data import PromptLoader
+from hpc_rl.rl.loop.rows import decide_rows
+from hpc_rl.rl.loop.scoring import EnvironmentScoring, FunctionScoring, ModelScoring, Scoring
 from hpc_rl.rl.rollout.engine import Placement, Sampling
 from hpc_rl.rl.rollout.request_queue import RequestQueue
 from hpc_rl.rl.rollout.rollout import Fleet
-from hpc_rl.rl.rows import decide_rows
-from hpc_rl.rl.scoring import EnvironmentScoring, FunctionScoring, ModelScoring, Scoring
 from hpc_rl.rl.workers.group import WorkerGroup
 from hpc_rl.run_dir import RunDir
 from hpc_rl.tracking.metrics import read_metrics

@@ -1,6 +1,6 @@
 """The interface of a rollout engine, and `load_engine`, which loads the one that a configuration selects.
 
-`hpc_rl.config.engines.ENGINES` lists the engines. Each is a module with a function `load` (see `Loader`).
+`hpc_rl.config.rl.engines.ENGINES` lists the engines. Each is a module with a function `load` (see `Loader`).
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from hpc_rl.config.rollout import EngineJob, engine_spec
-from hpc_rl.data.chat import chat_template, ending_token_ids
+from hpc_rl.config.rl.rollout import EngineJob, engine_spec
+from hpc_rl.data.templates.chat import chat_template, ending_token_ids
 from hpc_rl.training.models.causal_lm import load_tokenizer
 
 if TYPE_CHECKING:

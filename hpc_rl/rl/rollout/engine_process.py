@@ -8,9 +8,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from hpc_rl.config.rollout import EngineJob
-from hpc_rl.host.heartbeat import beats_in_calls, heart
-from hpc_rl.rl import process
+from hpc_rl.config.rl.rollout import EngineJob
+from hpc_rl.liveness.heartbeat import beats_in_calls, heart
+from hpc_rl.rl.actors import process
 from hpc_rl.rl.rollout.engine import Placement, Progress, Request, RolloutEngine, load_engine, progress
 from hpc_rl.rl.weights.base import WeightReceiver, receiver_of
 from hpc_rl.training import guards

@@ -13,8 +13,8 @@ from typing import Any, Generic, TypeVar
 from urllib.error import HTTPError, URLError
 from urllib.request import HTTPHandler, HTTPRedirectHandler, ProxyHandler, Request, build_opener
 
-from hpc_rl.host.listeners import is_own_listener, is_own_peer
-from hpc_rl.host.proxies import proxies
+from hpc_rl.software.proxies import proxies
+from hpc_rl.system.listeners import is_own_listener, is_own_peer
 
 T = TypeVar("T")
 

@@ -21,10 +21,10 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from hpc_rl.config.generate import GenerateConfig, GenerateRolloutConfig
-from hpc_rl.config.rollout import EngineJob
+from hpc_rl.config.rl.generate import GenerateConfig, GenerateRolloutConfig
+from hpc_rl.config.rl.rollout import EngineJob
 from hpc_rl.errors import RunError, UserError
-from hpc_rl.host.heartbeat import heart
+from hpc_rl.liveness.heartbeat import heart
 from hpc_rl.rl.rollout.engine import Completion, Placement, Request, Span
 from hpc_rl.rl.rollout.http_calls import SHOWN_CHARS, Answer, Calls, HttpClient, UnreachableError
 from hpc_rl.training.models.causal_lm import load_tokenizer

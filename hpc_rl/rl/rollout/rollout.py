@@ -15,21 +15,21 @@ from typing import Any, NoReturn, Protocol
 import ray
 from ray.exceptions import RayTaskError
 
-from hpc_rl.config.pools import pool_of
-from hpc_rl.config.ppo import PpoConfig
-from hpc_rl.config.rollout import EngineJob, engine_spec
+from hpc_rl.config.rl.pools import pool_of
+from hpc_rl.config.rl.ppo import PpoConfig
+from hpc_rl.config.rl.rollout import EngineJob, engine_spec
 from hpc_rl.errors import UserError
-from hpc_rl.host.accelerators import ENV_RAY_HIDES
-from hpc_rl.host.environment import refuse_expandable_segments
-from hpc_rl.host.peft_folder import new_config
-from hpc_rl.rl.calls import CALL_TIMEOUT_S, MODEL_LIMIT, ActorCall, Pending, wait_for_all
-from hpc_rl.rl.fates import Actor, ActorDiedError
-from hpc_rl.rl.pools import Pool, Slot
+from hpc_rl.formats.peft_folder import new_config
+from hpc_rl.rl.actors.calls import CALL_TIMEOUT_S, MODEL_LIMIT, ActorCall, Pending, wait_for_all
+from hpc_rl.rl.actors.fates import Actor, ActorDiedError
+from hpc_rl.rl.actors.pools import Pool, Slot
 from hpc_rl.rl.rollout.engine import Placement
 from hpc_rl.rl.rollout.engine_process import EngineProcess
 from hpc_rl.rl.rollout.request_queue import RequestQueue
 from hpc_rl.rl.weights.base import EngineActors
 from hpc_rl.rl.weights.transfers import choose_transfer
+from hpc_rl.software.environment import refuse_expandable_segments
+from hpc_rl.system.accelerators import ENV_RAY_HIDES
 from hpc_rl.training.models.lora import new_like
 
 CONTROL_TIMEOUT_S = 600

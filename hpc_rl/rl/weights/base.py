@@ -16,8 +16,8 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from hpc_rl.rl.calls import ActorCall, Pending
-from hpc_rl.rl.fates import Actor
+from hpc_rl.rl.actors.calls import ActorCall, Pending
+from hpc_rl.rl.actors.fates import Actor
 from hpc_rl.rl.weights.buckets import Bucket, TensorEntry, unpack
 from hpc_rl.training.models.four_bit import four_bit_weights
 from hpc_rl.training.models.lora import adapted_layers, is_adapter, merged, rounded

@@ -12,11 +12,11 @@ from collections.abc import Sequence
 import ray
 import torch
 
-from hpc_rl.rl.calls import ActorCall, Pending
-from hpc_rl.rl.fates import ActorDiedError
+from hpc_rl.rl.actors.calls import ActorCall, Pending
+from hpc_rl.rl.actors.fates import ActorDiedError
 from hpc_rl.rl.weights.base import EngineActors, WeightSource
 from hpc_rl.rl.weights.buckets import Bucket, MemoryFile, TensorEntry, aligned, plan_buckets, used_bytes
-from hpc_rl.training.distributed import World
+from hpc_rl.training.parallel.distributed import World
 
 IN_FLIGHT = 4
 """Buckets between sender and engines at a time. Together they have the size that the user set."""

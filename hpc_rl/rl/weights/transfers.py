@@ -1,7 +1,8 @@
 """The weight transfers: the ways in which engines in separate processes receive the policy's weights.
 
 To add a transfer, write a module with a function `open_sender` (see `Opener`), add a row to `WEIGHT_TRANSFERS`, and
-name it in the row of each engine that supports it (`hpc_rl.config.engines.ENGINES`). docs/extending.md has an example.
+name it in the row of each engine that supports it (`hpc_rl.config.rl.engines.ENGINES`). docs/extending.md has an
+example.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from hpc_rl.rl.weights.base import EngineActors, WeightSender, WeightSource
-from hpc_rl.training.distributed import World
+from hpc_rl.training.parallel.distributed import World
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ import torch
 
 from hpc_rl.rl.weights.base import EngineActors, WeightSender, WeightSource
 from hpc_rl.rl.weights.vllm_source import vllm_source
-from hpc_rl.training.distributed import World
+from hpc_rl.training.parallel.distributed import World
 
 _TYPES = {"Tensor": torch.Tensor, "TypedStorage": torch.storage.TypedStorage, "uint8": torch.uint8}
 """What a handle names: the types of vLLM's buffer."""

@@ -14,7 +14,7 @@ import torch
 from hpc_rl.errors import RunError
 from hpc_rl.rl.weights.base import EngineActors, WeightSender, WeightSource
 from hpc_rl.rl.weights.vllm_source import has_iter_full, vllm_source
-from hpc_rl.training.distributed import World
+from hpc_rl.training.parallel.distributed import World
 
 
 def open_sender(source: WeightSource, engines: EngineActors, world: World, bucket_bytes: int) -> WeightSender:

@@ -1,6 +1,6 @@
 """Training processes of the pools. Ray imports their modules by itself, so their large libraries are imported here."""
 
-from hpc_rl.host.imports import large_imports
+from hpc_rl.software.imports import large_imports
 
 with large_imports():
     import tensordict  # noqa: F401

@@ -7,13 +7,13 @@ import torch
 from numpy.typing import NDArray
 
 from hpc_rl.algorithms import losses
-from hpc_rl.config.ppo import PpoConfig
+from hpc_rl.config.rl.ppo import PpoConfig
 from hpc_rl.rl.workers.held import Held, MicroBatch
 from hpc_rl.rl.workers.learner import Columns, Learner, Parts, add
-from hpc_rl.training.distributed import World
 from hpc_rl.training.models.causal_lm import disable_dropout
 from hpc_rl.training.models.loading import load_sharded
 from hpc_rl.training.models.scalar_model import ScalarModel, check_outputs, critic, refuse_other_vocabulary
+from hpc_rl.training.parallel.distributed import World
 
 
 class Critic(Learner[ScalarModel]):

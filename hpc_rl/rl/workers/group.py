@@ -16,13 +16,13 @@ import torch
 from numpy.typing import NDArray
 from tensordict import TensorDict
 
-from hpc_rl.rl import experience as columns
-from hpc_rl.rl.calls import CALL_TIMEOUT_S, ActorCall, Pending
+from hpc_rl.rl.actors.calls import CALL_TIMEOUT_S, ActorCall, Pending
+from hpc_rl.rl.actors.fates import Actor
+from hpc_rl.rl.actors.pools import Pool
 from hpc_rl.rl.carriers.base import AtOnce, Carrier, Kept, dealt_shards
 from hpc_rl.rl.carriers.through_ray import RayCarrier
-from hpc_rl.rl.dealing import Deal, deal_step
-from hpc_rl.rl.fates import Actor
-from hpc_rl.rl.pools import Pool
+from hpc_rl.rl.loop import experience as columns
+from hpc_rl.rl.loop.dealing import Deal, deal_step
 from hpc_rl.rl.weights.base import EngineActors
 from hpc_rl.rl.workers.learner import ROUTER, Sums
 from hpc_rl.rl.workers.worker import Worker
@@ -31,7 +31,7 @@ from hpc_rl.training.models.causal_lm import Flops
 from hpc_rl.training.perf import Span
 
 if TYPE_CHECKING:
-    from hpc_rl.rl.cluster import DriverConfig
+    from hpc_rl.rl.actors.cluster import DriverConfig
 
 T = TypeVar("T")
 
@@ -78,7 +78,7 @@ class WorkerGroup:
         self._nodes = [slot.node.id for slot in pool.slots]
         self.pool = pool.name
         self.row_tokens = 0
-        """Largest number of tokens of a packed row; rl/rows.py decides before responses are dealt."""
+        """Largest number of tokens of a packed row; rl/loop/rows.py decides before responses are dealt."""
         self.longest_row = 0
         """Tokens of the longest row so far."""
         self._held: tuple[Deal, torch.Tensor] | None = None

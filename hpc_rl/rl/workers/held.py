@@ -10,9 +10,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from hpc_rl.host.heartbeat import heart
-from hpc_rl.rl.dealing import Shard
-from hpc_rl.training.models.packed_batch import PackedBatch, filler, pack_samples
+from hpc_rl.liveness.heartbeat import heart
+from hpc_rl.rl.loop.dealing import Shard
+from hpc_rl.training.models.attention.packed_batch import PackedBatch, filler, pack_samples
 
 
 @dataclass(frozen=True)

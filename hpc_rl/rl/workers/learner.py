@@ -8,24 +8,25 @@ from typing import TYPE_CHECKING, Generic, TypeVar
 
 import torch
 
-from hpc_rl.config.ppo import PpoConfig
-from hpc_rl.config.training import OptimConfig
-from hpc_rl.host.heartbeat import heart
+from hpc_rl.config.rl.ppo import PpoConfig
+from hpc_rl.config.training.common import OptimConfig
+from hpc_rl.liveness.heartbeat import heart
 from hpc_rl.rl.workers.held import Held, MicroBatch
-from hpc_rl.training import guards, sharding
+from hpc_rl.training import guards
 from hpc_rl.training.checkpoints import model_state
 from hpc_rl.training.checkpoints.background import BackgroundWriter
-from hpc_rl.training.distributed import World
 from hpc_rl.training.models.causal_lm import PackedModel
-from hpc_rl.training.offload import ModelOffload
 from hpc_rl.training.optim import build_optimizer, clip_gradients, lr_factor, set_lr
+from hpc_rl.training.parallel import sharding
+from hpc_rl.training.parallel.distributed import World
+from hpc_rl.training.parallel.offload import ModelOffload
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 Model = TypeVar("Model", bound=PackedModel)
 Columns = dict[str, torch.Tensor]
-"""Flat token columns of a shard by their names in rl/experience.py, float32 [N]."""
+"""Flat token columns of a shard by their names in rl/loop/experience.py, float32 [N]."""
 Sums = dict[str, float]
 """Sums over a rank's tokens and updates; the driver adds them up over ranks and divides."""
 ROUTER = "router/"

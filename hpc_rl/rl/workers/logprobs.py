@@ -7,9 +7,9 @@ import torch
 from numpy.typing import NDArray
 
 from hpc_rl.rl.workers.held import Held
+from hpc_rl.training.models.attention.packed_batch import PackedBatch
 from hpc_rl.training.models.causal_lm import CausalLM
 from hpc_rl.training.models.lm_head import token_logprobs
-from hpc_rl.training.models.packed_batch import PackedBatch
 
 
 def token_logprobs_of(

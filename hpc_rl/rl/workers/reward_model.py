@@ -8,15 +8,15 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from hpc_rl.rl.dealing import Shard
+from hpc_rl.rl.loop.dealing import Shard
 from hpc_rl.rl.workers.held import hold
-from hpc_rl.training.distributed import World
 from hpc_rl.training.models.loading import load_sharded
 from hpc_rl.training.models.scalar_model import check_outputs, refuse_other_vocabulary, reward_model
-from hpc_rl.training.offload import ModelOffload
+from hpc_rl.training.parallel.distributed import World
+from hpc_rl.training.parallel.offload import ModelOffload
 
 if TYPE_CHECKING:
-    from hpc_rl.rl.cluster import DriverConfig
+    from hpc_rl.rl.actors.cluster import DriverConfig
 
 
 class RewardModel:

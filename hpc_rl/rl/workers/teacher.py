@@ -5,13 +5,13 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from hpc_rl.config.ppo import PpoConfig
+from hpc_rl.config.rl.ppo import PpoConfig
 from hpc_rl.rl.workers.held import Held
 from hpc_rl.rl.workers.logprobs import held_logprobs
-from hpc_rl.training.distributed import World
 from hpc_rl.training.models.loading import load_sharded
 from hpc_rl.training.models.teacher import common_outputs, teacher_model
-from hpc_rl.training.offload import ModelOffload
+from hpc_rl.training.parallel.distributed import World
+from hpc_rl.training.parallel.offload import ModelOffload
 
 
 class Teacher:

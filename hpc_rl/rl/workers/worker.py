@@ -15,13 +15,13 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from hpc_rl.config.ppo import PpoConfig
-from hpc_rl.config.rollout import engine_dtype, engine_spec
-from hpc_rl.data.chat import as_trained, chat_template
-from hpc_rl.host.heartbeat import beats_in_calls, heart
-from hpc_rl.rl import process
+from hpc_rl.config.rl.ppo import PpoConfig
+from hpc_rl.config.rl.rollout import engine_dtype, engine_spec
+from hpc_rl.data.templates.chat import as_trained, chat_template
+from hpc_rl.liveness.heartbeat import beats_in_calls, heart
+from hpc_rl.rl.actors import process
 from hpc_rl.rl.carriers.base import FlatColumns, Parcel, Reply
-from hpc_rl.rl.dealing import Shard
+from hpc_rl.rl.loop.dealing import Shard
 from hpc_rl.rl.rollout.engine import Placement, Progress, Request, RolloutEngine, load_engine, progress
 from hpc_rl.rl.weights.base import EngineActors, WeightSender, WeightSource
 from hpc_rl.rl.weights.transfers import open_sender
@@ -34,20 +34,21 @@ from hpc_rl.rl.workers.reference import Reference
 from hpc_rl.rl.workers.reward_model import RewardModel
 from hpc_rl.rl.workers.teacher import Teacher
 from hpc_rl.run_dir import RunDir
-from hpc_rl.training import distributed, flight_recorder, guards, memory_snapshot
+from hpc_rl.training import guards, memory_snapshot
 from hpc_rl.training.checkpoints.export import write_weights
-from hpc_rl.training.distributed import World
 from hpc_rl.training.models.causal_lm import Flops, load_tokenizer
 from hpc_rl.training.models.lora import without_adapters
 from hpc_rl.training.models.stored_form import StoredForm
+from hpc_rl.training.parallel import distributed, flight_recorder
+from hpc_rl.training.parallel.distributed import World
+from hpc_rl.training.parallel.sharding import is_divided
 from hpc_rl.training.perf import Span, Spans, max_memory_gb, memory_bytes, peak_flops
 from hpc_rl.training.profiling import Trace, trace_path
-from hpc_rl.training.sharding import is_divided
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from hpc_rl.rl.cluster import DriverConfig
+    from hpc_rl.rl.actors.cluster import DriverConfig
 
 MODELS: dict[str, Callable[[Any, World], Any]] = {
     "actor": Actor,

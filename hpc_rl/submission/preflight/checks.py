@@ -9,25 +9,24 @@ import sys
 from collections.abc import Callable, Hashable, Iterator
 from typing import NamedTuple
 
-from hpc_rl.config.distill import DistillConfig
-from hpc_rl.config.finetune import FinetuneConfig
-from hpc_rl.config.generate import GenerateConfig
-from hpc_rl.config.ppo import PpoConfig
-from hpc_rl.config.preferences import DpoConfig, RmConfig
 from hpc_rl.config.ray import RayJobConfig
-from hpc_rl.config.rollout import engine_name, engine_spec
-from hpc_rl.config.select import SelectConfig
-from hpc_rl.config.training import ModelConfig
+from hpc_rl.config.rl.generate import GenerateConfig
+from hpc_rl.config.rl.ppo import PpoConfig
+from hpc_rl.config.rl.rollout import engine_name, engine_spec
+from hpc_rl.config.training.common import ModelConfig
+from hpc_rl.config.training.distill import DistillConfig
+from hpc_rl.config.training.finetune import FinetuneConfig
+from hpc_rl.config.training.preferences import DpoConfig, RmConfig
+from hpc_rl.config.training.select import SelectConfig
 from hpc_rl.data.selection import check_scored
 from hpc_rl.environments.loading import ENVIRONMENT, TOOLS
 from hpc_rl.errors import UserError
-from hpc_rl.host.ray_version import check_ray, installed_ray
-from hpc_rl.host.secrets import names_secret
-from hpc_rl.host.signs_of_life import doing
 from hpc_rl.images.run_options import image_preflight
+from hpc_rl.liveness.signs_of_life import doing
 from hpc_rl.plan.memory import models_of
 from hpc_rl.rewards.check import check_url
-from hpc_rl.submission.after import is_coming
+from hpc_rl.software.ray_version import check_ray, installed_ray
+from hpc_rl.software.secrets import names_secret
 from hpc_rl.submission.hub import hub_cache
 from hpc_rl.submission.job import Job
 from hpc_rl.submission.preflight.code import (
@@ -69,7 +68,8 @@ from hpc_rl.submission.preflight.program import (
     check_torchrun_program,
     check_transfer_queue,
 )
-from hpc_rl.submission.setup_lines import bash_errors, is_complete, statements
+from hpc_rl.submission.script.setup_lines import bash_errors, is_complete, statements
+from hpc_rl.submission.series.after import is_coming
 from hpc_rl.tracking.wandb_sync import check_settings
 
 _REPLACES = re.compile(r"(.*[;&|({]\s*)?exec\s+(-\w+\s+)*[^-\s<>&{\d]")

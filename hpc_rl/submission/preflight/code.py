@@ -7,18 +7,18 @@ import contextlib
 from collections.abc import Iterator
 from pathlib import Path
 
-from hpc_rl.config.environment import SHIPPED_TOOLS, EnvironmentConfig
-from hpc_rl.config.prompts import PromptConfig
-from hpc_rl.config.reward import OptionalRewardConfig
-from hpc_rl.config.training import ModelSource
-from hpc_rl.data.template import read_template, stored_template
+from hpc_rl.config.rl.environment import SHIPPED_TOOLS, EnvironmentConfig
+from hpc_rl.config.rl.prompts import PromptConfig
+from hpc_rl.config.rl.reward import OptionalRewardConfig
+from hpc_rl.config.training.common import ModelSource
+from hpc_rl.data.templates.template import read_template, stored_template
 from hpc_rl.environments.loading import ENVIRONMENT, TOOLS, check_name
 from hpc_rl.environments.protocol import OWN_METHODS
 from hpc_rl.environments.tool_calls import guess_format
 from hpc_rl.errors import UserError
-from hpc_rl.host import user_code
 from hpc_rl.rewards.check import check_function
 from hpc_rl.rewards.table import REWARDS
+from hpc_rl.software import user_code
 from hpc_rl.submission.hub import HubCache
 from hpc_rl.submission.preflight.model import model_folder
 from hpc_rl.submission.preflight.program import check_packages

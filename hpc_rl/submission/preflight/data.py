@@ -6,15 +6,22 @@ import re
 from collections.abc import Iterable
 from pathlib import Path
 
-from hpc_rl.config.finetune import FinetuneDataConfig
-from hpc_rl.config.prompts import PromptDataConfig
-from hpc_rl.data.formats import CannotCheck, check_data_folder, is_file, unknown_format
-from hpc_rl.data.row_checks import AnyData, check_batch_size, check_file, refuse_local, refuse_offline, streams_local
-from hpc_rl.data.shares import describe, shares, whole_batches
+from hpc_rl.config.rl.prompts import PromptDataConfig
+from hpc_rl.config.training.finetune import FinetuneDataConfig
+from hpc_rl.data.reading.formats import CannotCheck, check_data_folder, is_file, unknown_format
+from hpc_rl.data.reading.row_checks import (
+    AnyData,
+    check_batch_size,
+    check_file,
+    refuse_local,
+    refuse_offline,
+    streams_local,
+)
+from hpc_rl.data.reading.shares import describe, shares, whole_batches
 from hpc_rl.errors import UserError
-from hpc_rl.submission.after import is_coming
 from hpc_rl.submission.hub import HubCache
 from hpc_rl.submission.preflight.hub_names import look_up, not_cached, refuse_mistyped
+from hpc_rl.submission.series.after import is_coming
 
 _OTHER_FORMATS = (".arrow", ".gz", ".txt", ".xlsx", ".xml", ".yaml", ".zip", ".zst")
 _DATA_SET = re.compile(r"[\w-][\w.-]*(/[\w.-]+)?(:[\w.-]+)?")

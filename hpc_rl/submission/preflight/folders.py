@@ -9,10 +9,10 @@ from pathlib import Path
 
 from hpc_rl.config.base import MAX_NAME_BYTES, MAX_PATH_BYTES
 from hpc_rl.errors import UserError
-from hpc_rl.host.disk import own_disk, refuse_unwritable, space_of
-from hpc_rl.host.locks import REMEDY, local_by_mount
 from hpc_rl.run_dir import RunDir
 from hpc_rl.slurm import commands
+from hpc_rl.system.disk import own_disk, refuse_unwritable, space_of
+from hpc_rl.system.locks import REMEDY, local_by_mount
 
 LONGEST_FILE = "attempt-1000/" + "x" * 64
 """At least as long as any path in a run directory. If this one is below the file system's limit, all of them are."""

@@ -5,15 +5,15 @@ from __future__ import annotations
 import os
 import re
 
-from hpc_rl.config.generate import GenerateConfig
 from hpc_rl.config.job import JobConfig
-from hpc_rl.config.pools import pool_of, pool_spec
-from hpc_rl.config.ppo import PpoConfig
 from hpc_rl.config.ray import RayJobConfig
-from hpc_rl.config.rollout import engine_spec
+from hpc_rl.config.rl.generate import GenerateConfig
+from hpc_rl.config.rl.pools import pool_of, pool_spec
+from hpc_rl.config.rl.ppo import PpoConfig
+from hpc_rl.config.rl.rollout import engine_spec
 from hpc_rl.errors import UserError
-from hpc_rl.host.environment import refuse_expandable_segments
-from hpc_rl.submission.environment import job_environment
+from hpc_rl.software.environment import refuse_expandable_segments
+from hpc_rl.submission.script.environment import job_environment
 
 
 def connected_gpus(config: JobConfig) -> int:

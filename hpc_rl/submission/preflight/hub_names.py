@@ -6,7 +6,7 @@ import difflib
 from pathlib import Path
 
 from hpc_rl.errors import UserError
-from hpc_rl.host.hub import hub_problem
+from hpc_rl.formats.hub import hub_problem
 from hpc_rl.submission.hub import HubCache
 
 MOST_NAMED = 5

@@ -5,12 +5,12 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from hpc_rl.config.finetune import FinetuneDataConfig
 from hpc_rl.config.groups import path_of_choice
-from hpc_rl.config.prompts import PromptConfig
-from hpc_rl.config.training import ModelConfig, ModelSource
-from hpc_rl.data.assistant_text import remarks
-from hpc_rl.data.template import (
+from hpc_rl.config.rl.prompts import PromptConfig
+from hpc_rl.config.training.common import ModelConfig, ModelSource
+from hpc_rl.config.training.finetune import FinetuneDataConfig
+from hpc_rl.data.templates.assistant_text import remarks
+from hpc_rl.data.templates.template import (
     added_tokens,
     check_template,
     read_template,
@@ -19,9 +19,8 @@ from hpc_rl.data.template import (
     with_variables,
 )
 from hpc_rl.errors import UserError
-from hpc_rl.host.files import read_json
-from hpc_rl.host.large_files import check_model_folder
-from hpc_rl.host.model_kind import (
+from hpc_rl.formats.large_files import check_model_folder
+from hpc_rl.formats.model_kind import (
     architectures_of,
     is_classifier,
     is_language_model,
@@ -32,12 +31,13 @@ from hpc_rl.host.model_kind import (
     refuse_unsplittable_engine,
     refuse_without_liger,
 )
-from hpc_rl.host.peft_folder import block_layers, matching, read_peft_folder, refuse_other_base
-from hpc_rl.host.safetensors_header import shapes
-from hpc_rl.host.vocabulary import ROLES, other_special_tokens, role_difference, vocabulary_difference
-from hpc_rl.submission.after import is_coming
+from hpc_rl.formats.peft_folder import block_layers, matching, read_peft_folder, refuse_other_base
+from hpc_rl.formats.safetensors_header import shapes
+from hpc_rl.formats.vocabulary import ROLES, other_special_tokens, role_difference, vocabulary_difference
 from hpc_rl.submission.hub import HubCache
 from hpc_rl.submission.preflight.hub_names import look_up, not_cached, refuse_mistyped
+from hpc_rl.submission.series.after import is_coming
+from hpc_rl.system.files import read_json
 
 _HUB_NAME = re.compile(r"[\w-][\w.-]*(/[\w.-]+)?")
 

@@ -13,9 +13,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from hpc_rl.errors import UserError
-from hpc_rl.host import transfer_queue
-from hpc_rl.host.installation import install_command
-from hpc_rl.host.ownership import refuse_foreign
+from hpc_rl.software import transfer_queue
+from hpc_rl.software.installation import install_command
+from hpc_rl.system.ownership import refuse_foreign
 
 PYTHON_TIMEOUT_S = 60
 _EXTRAS = {

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 
 from hpc_rl.errors import UserError
-from hpc_rl.host.model_kind import is_classifier
-from hpc_rl.host.peft_folder import CONFIG, DOWN, HEAD, PREFIX, UP, WEIGHTS
+from hpc_rl.formats.model_kind import is_classifier
+from hpc_rl.formats.peft_folder import CONFIG, DOWN, HEAD, PREFIX, UP, WEIGHTS
 from hpc_rl.training.checkpoints import model_state
 from hpc_rl.training.checkpoints.model_state import StoredWeight
 from hpc_rl.training.models import loading, safetensors_files

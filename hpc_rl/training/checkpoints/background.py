@@ -18,7 +18,7 @@ from datetime import timedelta
 import torch
 
 from hpc_rl.errors import RunError, UserError
-from hpc_rl.training.distributed import World
+from hpc_rl.training.parallel.distributed import World
 
 DEADLINE_S = 30 * 60
 """How long a write may take before the run gives up."""

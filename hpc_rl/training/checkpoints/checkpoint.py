@@ -12,7 +12,7 @@ from hpc_rl.training.checkpoints import folders
 from hpc_rl.training.checkpoints.folders import Progress, numbered, problem_of, progress_of, read_progress
 from hpc_rl.training.checkpoints.model_state import UnreadableError
 from hpc_rl.training.checkpoints.saver import TrainedModels
-from hpc_rl.training.distributed import World
+from hpc_rl.training.parallel.distributed import World
 
 
 def load_latest(folder: Path, models: TrainedModels, world: World) -> Progress | None:

@@ -17,8 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
-from hpc_rl.host.files import open_regular, read_regular, sync_folder, write_synced
-from hpc_rl.host.typed_json import object_of
+from hpc_rl.formats.typed_json import object_of
+from hpc_rl.system.files import open_regular, read_regular, sync_folder, write_synced
 
 NAME = "checksums.json"
 _PIECE_BYTES = 8 * 2**20

@@ -21,22 +21,22 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from hpc_rl.config.training import ModelConfig, TrainingConfig
+from hpc_rl.config.training.common import ModelConfig, TrainingConfig
 from hpc_rl.errors import RunError, UserError
-from hpc_rl.host import peft_folder
-from hpc_rl.host.disk import explained
-from hpc_rl.host.files import refuse_occupied
-from hpc_rl.host.model_kind import is_classifier
-from hpc_rl.host.ownership import own_folders
-from hpc_rl.host.scratch import held, remove_abandoned
+from hpc_rl.formats import peft_folder
+from hpc_rl.formats.model_kind import is_classifier
 from hpc_rl.run_dir import RunDir
+from hpc_rl.system.disk import explained
+from hpc_rl.system.files import refuse_occupied
+from hpc_rl.system.ownership import own_folders
+from hpc_rl.system.scratch import held, remove_abandoned
 from hpc_rl.training.checkpoints import adapter_weights, checkpoint, folders, model_state
 from hpc_rl.training.checkpoints.adapter_weights import Weights
 from hpc_rl.training.checkpoints.model_state import UnreadableError
-from hpc_rl.training.distributed import ONE_PROCESS, World
 from hpc_rl.training.models import safetensors_files
 from hpc_rl.training.models.loading import changes_weights, weights_of
 from hpc_rl.training.models.pretrained import from_pretrained, parameters_on_meta
+from hpc_rl.training.parallel.distributed import ONE_PROCESS, World
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -26,9 +26,9 @@ from pathlib import Path
 from typing import Any
 
 from hpc_rl.errors import RunError
-from hpc_rl.host.disk import explained
-from hpc_rl.host.files import read_regular, sync_folder, write_synced
-from hpc_rl.host.typed_json import object_of
+from hpc_rl.formats.typed_json import object_of
+from hpc_rl.system.disk import explained
+from hpc_rl.system.files import read_regular, sync_folder, write_synced
 from hpc_rl.training.checkpoints import checksums
 
 MODEL, ACTOR, CRITIC = "model", "actor", "critic"

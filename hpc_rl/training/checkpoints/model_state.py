@@ -28,17 +28,17 @@ from torch.distributed.checkpoint.filesystem import FileSystem, _StorageInfo
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from hpc_rl.errors import AgreedError, RunError, UserError
-from hpc_rl.host import peft_folder
-from hpc_rl.host.disk import explained
-from hpc_rl.host.files import open_regular, read_json, sync
-from hpc_rl.training import plain_pickles
+from hpc_rl.formats import peft_folder
+from hpc_rl.system.disk import explained
+from hpc_rl.system.files import open_regular, read_json, sync
 from hpc_rl.training.checkpoints import checksums, folders
 from hpc_rl.training.checkpoints.checksums import Checksum, SummedStream
-from hpc_rl.training.distributed import World
 from hpc_rl.training.eight_bit import has_eight_bits
 from hpc_rl.training.models.causal_lm import PackedModel
 from hpc_rl.training.models.loading import trained_weights
-from hpc_rl.training.sharding import reshard
+from hpc_rl.training.parallel import plain_pickles
+from hpc_rl.training.parallel.distributed import World
+from hpc_rl.training.parallel.sharding import reshard
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -19,8 +19,8 @@ from hpc_rl.errors import RunError
 from hpc_rl.training.checkpoints import folders, model_state
 from hpc_rl.training.checkpoints.background import AFTER_ERROR_S, DEADLINE_S, BackgroundWriter
 from hpc_rl.training.checkpoints.folders import MODEL, Progress
-from hpc_rl.training.distributed import World
 from hpc_rl.training.models.causal_lm import PackedModel
+from hpc_rl.training.parallel.distributed import World
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

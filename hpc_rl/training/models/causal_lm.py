@@ -10,18 +10,19 @@ from typing import TYPE_CHECKING, TypeVar
 import torch
 from torch import nn
 
-from hpc_rl.config.training import LoraConfig, ModelConfig, ModelSource, Sharding
+from hpc_rl.config.training.common import LoraConfig, ModelConfig, ModelSource, Sharding
 from hpc_rl.errors import UserError
-from hpc_rl.host.model_kind import is_classifier
-from hpc_rl.training.models import lora, packed_attention
+from hpc_rl.formats.model_kind import is_classifier
+from hpc_rl.training.models import lora
+from hpc_rl.training.models.attention import packed_attention
+from hpc_rl.training.models.attention.packed_batch import PackedBatch
 from hpc_rl.training.models.compute_weights import ComputeWeights
 from hpc_rl.training.models.four_bit import four_bit_weights
 from hpc_rl.training.models.liger import use_liger
-from hpc_rl.training.models.packed_batch import PackedBatch
 from hpc_rl.training.models.pretrained import Pretrained, from_pretrained
 from hpc_rl.training.models.recomputation import recompute
 from hpc_rl.training.models.routers import Routers, find_routers
-from hpc_rl.training.sequence_parallel import ALONE, SequenceGroup
+from hpc_rl.training.parallel.sequence_parallel import ALONE, SequenceGroup
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase

@@ -13,10 +13,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from hpc_rl.config.training import LoraConfig, ModelConfig
-from hpc_rl.training.distributed import World
+from hpc_rl.config.training.common import LoraConfig, ModelConfig
+from hpc_rl.training.models.attention.packed_batch import pack_samples
 from hpc_rl.training.models.causal_lm import PackedModel
-from hpc_rl.training.models.packed_batch import pack_samples
+from hpc_rl.training.parallel.distributed import World
 
 FAMILIES = ("gemma2", "llama", "mistral", "qwen2", "qwen3")
 """model_type of the models whose layers `auto` compiles: tests/training/models/test_compiled_layers.py compiles each of

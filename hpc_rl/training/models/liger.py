@@ -12,8 +12,8 @@ import sys
 from typing import TYPE_CHECKING
 
 from hpc_rl.errors import UserError
-from hpc_rl.host.installation import install_command
-from hpc_rl.host.model_kind import refuse_without_liger
+from hpc_rl.formats.model_kind import refuse_without_liger
+from hpc_rl.software.installation import install_command
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -17,18 +17,18 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Shard
 
 from hpc_rl.errors import UserError
-from hpc_rl.host.model_kind import refuse_unsplittable
-from hpc_rl.training import sharding
-from hpc_rl.training.distributed import World
+from hpc_rl.formats.model_kind import refuse_unsplittable
 from hpc_rl.training.models import lora
+from hpc_rl.training.models.attention.packed_attention import use_flash_attention_3
+from hpc_rl.training.models.attention.packed_check import check_packing
 from hpc_rl.training.models.causal_lm import PackedModel
 from hpc_rl.training.models.compiled import compile_layers
 from hpc_rl.training.models.four_bit import four_bit_weights
-from hpc_rl.training.models.packed_attention import use_flash_attention_3
-from hpc_rl.training.models.packed_check import check_packing
 from hpc_rl.training.models.pretrained import Pretrained, weight_files
 from hpc_rl.training.models.safetensors_files import BUFFER_BYTES, Stored, contents
-from hpc_rl.training.sequence_parallel import join
+from hpc_rl.training.parallel import sharding
+from hpc_rl.training.parallel.distributed import World
+from hpc_rl.training.parallel.sequence_parallel import join
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -21,9 +21,9 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from hpc_rl.config.training import LoraConfig
+from hpc_rl.config.training.common import LoraConfig
 from hpc_rl.errors import UserError
-from hpc_rl.host.peft_folder import (
+from hpc_rl.formats.peft_folder import (
     DOWN,
     PREFIX,
     UP,

@@ -21,9 +21,9 @@ from torch import nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from hpc_rl.errors import UserError
-from hpc_rl.host.hub import check_hub, loading_problem
-from hpc_rl.host.model_kind import is_classifier, refuse_quantised
-from hpc_rl.training.models import packed_attention
+from hpc_rl.formats.hub import check_hub, loading_problem
+from hpc_rl.formats.model_kind import is_classifier, refuse_quantised
+from hpc_rl.training.models.attention import packed_attention
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

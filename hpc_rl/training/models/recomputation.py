@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from hpc_rl.config.training import ModelConfig, recomputed_layers
+from hpc_rl.config.training.common import ModelConfig, recomputed_layers
 from hpc_rl.errors import UserError
-from hpc_rl.training.side_stream import SideStream
+from hpc_rl.training.parallel.side_stream import SideStream
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

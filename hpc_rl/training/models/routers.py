@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from hpc_rl.training.distributed import World
+from hpc_rl.training.parallel.distributed import World
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

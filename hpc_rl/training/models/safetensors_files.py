@@ -1,4 +1,4 @@
-"""The safetensors format, read and written in parts; host/safetensors_header.py describes it.
+"""The safetensors format, read and written in parts; formats/safetensors_header.py describes it.
 
 The library maps whole files into memory, and a mapped file counts as memory of the process. These functions read and
 write with one buffer of bounded size, which is also faster on network file systems.
@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from hpc_rl.host.safetensors_header import read_header
+from hpc_rl.formats.safetensors_header import read_header
 
 BUFFER_BYTES = 64 * 2**20
 """Size of the pieces in which tensors are read and written."""

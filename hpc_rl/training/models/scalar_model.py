@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING, TypeVar
 import torch
 from torch import nn
 
-from hpc_rl.config.training import ModelConfig, ModelSource
+from hpc_rl.config.training.common import ModelConfig, ModelSource
 from hpc_rl.errors import UserError
-from hpc_rl.host.model_kind import refuse_other_outputs
-from hpc_rl.host.vocabulary import vocabulary_difference
+from hpc_rl.formats.model_kind import refuse_other_outputs
+from hpc_rl.formats.vocabulary import vocabulary_difference
+from hpc_rl.training.models.attention.packed_batch import PackedBatch
 from hpc_rl.training.models.causal_lm import PackedModel, load_tokenizer, refuse_unsupported_backbone
 from hpc_rl.training.models.lora import new_like
-from hpc_rl.training.models.packed_batch import PackedBatch
 from hpc_rl.training.models.pretrained import Pretrained, weight_files
 
 if TYPE_CHECKING:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from hpc_rl.config.training import ModelConfig
+from hpc_rl.config.training.common import ModelConfig
 from hpc_rl.errors import UserError
-from hpc_rl.host import model_kind
-from hpc_rl.host.vocabulary import ROLES, other_special_tokens, role_difference
+from hpc_rl.formats import model_kind
+from hpc_rl.formats.vocabulary import ROLES, other_special_tokens, role_difference
 from hpc_rl.training.models.causal_lm import CausalLM, causal_lm, load_tokenizer
 from hpc_rl.training.models.pretrained import Pretrained, from_pretrained
 from hpc_rl.training.models.scalar_model import refuse_other_vocabulary

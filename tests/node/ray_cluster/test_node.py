@@ -22,7 +22,7 @@ START_S = 600
 
 NPUS = """
 import os, ray
-from hpc_rl.rl.pools import actor_resources
+from hpc_rl.rl.actors.pools import actor_resources
 from tests.marks import long
 ray.init(logging_level="error")
 @ray.remote

@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 
 from hpc_rl.errors import UserError
-from hpc_rl.host.proxies import proxies
 from hpc_rl.node import network
 from hpc_rl.node.causes import End
 from hpc_rl.node.entry import worker_defaults
@@ -24,6 +23,7 @@ from hpc_rl.node.ray_cluster.ports import BLOCK_SIZE, BLOCKS, RayPorts, reserve
 from hpc_rl.node.ray_cluster.processes import last_words
 from hpc_rl.node.ray_cluster.watch import JobEnd
 from hpc_rl.slurm.allocation import Allocation
+from hpc_rl.software.proxies import proxies
 
 
 def environment(environ: dict[str, str], timeline: bool = False) -> dict[str, str]:

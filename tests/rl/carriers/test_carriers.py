@@ -11,8 +11,8 @@ from hpc_rl.rl.carriers.base import AtOnce, Kept, dealt_shards
 from hpc_rl.rl.carriers.carriers import needed_by_driver, open_carrier
 from hpc_rl.rl.carriers.queue_client import Connection
 from hpc_rl.rl.carriers.through_ray import RayCarrier
-from hpc_rl.rl.dealing import Deal, deal_step
-from hpc_rl.rl.experience import flat, jagged, jagged_rows
+from hpc_rl.rl.loop.dealing import Deal, deal_step
+from hpc_rl.rl.loop.experience import flat, jagged, jagged_rows
 from tests.rl.ppo_config import ppo_config
 
 

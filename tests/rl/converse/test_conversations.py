@@ -10,15 +10,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hpc_rl.config.ppo import PpoConfig
+from hpc_rl.config.rl.ppo import PpoConfig
 from hpc_rl.data.prompts import Prompt, prompt_tokenizer
 from hpc_rl.errors import UserError
 from hpc_rl.rl.converse.conversations import Conversations
 from hpc_rl.rl.converse.environment import Environment
+from hpc_rl.rl.converse.environment_hosts import open_environments
 from hpc_rl.rl.converse.partner import turn_seed
 from hpc_rl.rl.converse.transcripts import Conversed
-from hpc_rl.rl.environment_hosts import open_environments
-from hpc_rl.rl.metrics import conversation_metrics
+from hpc_rl.rl.loop.metrics import conversation_metrics
 from hpc_rl.rl.rollout.engine import Completion, Sampling
 from tests.environments.templates import CHATML, OPENS_THINKING, QWEN3_WITHOUT_SWITCH
 from tests.helpers import make_tokenizer

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from hpc_rl.environments.protocol import Outcome
 from hpc_rl.rl.converse.transcripts import Transcript
-from hpc_rl.rl.experience import new_experience
+from hpc_rl.rl.loop.experience import new_experience
 from hpc_rl.rl.rollout.engine import Completion, Span
 
 PROMPT = np.array([7, 8], np.int32)

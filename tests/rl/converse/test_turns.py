@@ -11,8 +11,8 @@ import pytest
 
 from hpc_rl.data.prompts import Prompt
 from hpc_rl.errors import RunError
+from hpc_rl.rl.converse.loop_thread import LoopThread
 from hpc_rl.rl.converse.turns import TurnRequests
-from hpc_rl.rl.loop_thread import LoopThread
 from hpc_rl.rl.rollout.engine import Completion, Request, Sampling
 from hpc_rl.rl.rollout.request_queue import Asked
 from hpc_rl.rl.rollout.respondent import Samplings

@@ -11,7 +11,7 @@ from typing import Any
 
 from openai import OpenAI
 
-from hpc_rl.config.ppo import PpoConfig
+from hpc_rl.config.rl.ppo import PpoConfig
 from hpc_rl.data.prompts import prompt_tokenizer
 from hpc_rl.rl.endpoint.agents import Agents
 from hpc_rl.rl.rollout.engine import Sampling

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hpc_rl.data.rows import Message
+from hpc_rl.data.reading.rows import Message
 from hpc_rl.rl.endpoint.messages import IGNORED, Refusal, calls_of, new_messages, read_chat
 
 USER = {"role": "user", "content": "Sum?"}

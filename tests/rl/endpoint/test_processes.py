@@ -14,11 +14,11 @@ from typing import Any
 
 import pytest
 
-from hpc_rl.config.agent import AgentConfig
+from hpc_rl.config.rl.agent import AgentConfig
 from hpc_rl.errors import RunError, UserError
+from hpc_rl.rl.converse.loop_thread import LoopThread
 from hpc_rl.rl.endpoint import processes
 from hpc_rl.rl.endpoint.processes import AgentProcesses, agent_environment
-from hpc_rl.rl.loop_thread import LoopThread
 from tests.rl.endpoint.policy import DEADLINE_S, looping
 
 AGENT = """

@@ -18,7 +18,7 @@ import pytest
 
 from hpc_rl.rl.converse.partner import turn_seed
 from hpc_rl.rl.endpoint import server
-from hpc_rl.rl.metrics import conversation_metrics
+from hpc_rl.rl.loop.metrics import conversation_metrics
 from tests.rl.endpoint.policy import DEADLINE_S, Loop, client, looping, reward, take
 
 ASK = {"role": "user", "content": "Sum?"}

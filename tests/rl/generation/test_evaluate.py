@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from hpc_rl.config.compose import compose
-from hpc_rl.config.generate import EvalConfig
+from hpc_rl.config.rl.generate import EvalConfig
 from hpc_rl.errors import RunError
 from hpc_rl.rl.generation import evaluate as module
 from hpc_rl.rl.generation.evaluate import evaluate, evaluate_run, extraction

@@ -13,14 +13,14 @@ import pytest
 from hpc_rl.data.prompts import Prompt
 from hpc_rl.errors import EXIT_STOPPED, RunError
 from hpc_rl.rewards.scorer import Scores, open_scorer
-from hpc_rl.rl.calls import Pending
+from hpc_rl.rl.actors.calls import Pending
 from hpc_rl.rl.generation import generate as loop
 from hpc_rl.rl.generation.generate import Generation, generate
 from hpc_rl.rl.generation.measures import combined, measure
 from hpc_rl.rl.generation.plan import Block, blocks_of, make_plan
 from hpc_rl.rl.generation.responses import Parts, read_responses
+from hpc_rl.rl.loop.scoring import FunctionScoring
 from hpc_rl.rl.rollout.engine import Completion
-from hpc_rl.rl.scoring import FunctionScoring
 from hpc_rl.run_dir import RunDir
 from tests.rl.generation.test_plan import completions, config, sources
 

@@ -17,7 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hpc_rl.config.compose import compose
-from hpc_rl.config.generate import GenerateConfig
+from hpc_rl.config.rl.generate import GenerateConfig
 from hpc_rl.data.prompts import Prompt
 from hpc_rl.environments.protocol import Outcome
 from hpc_rl.errors import RunError, UserError

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from hpc_rl.rl.rollout.engine import Completion, Placement, Sampling, complete
-from hpc_rl.rl.rollout.sglang import SglangEngine, load
+from hpc_rl.rl.rollout.sglang.engine import SglangEngine, load
 from tests.rl.ppo_config import ppo_config
 from tests.rl.rollout.tiny_engine import prompts, sharp_model
 

@@ -45,7 +45,7 @@ def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (folder / name).symlink_to(PACKAGE.parent / name)
     add(folder, "hpc_rl/rl/rollout/plain.py", "ENGINES")
     add(folder, "hpc_rl/rl/weights/object_store.py", "WEIGHT_TRANSFERS")
-    file = folder / "hpc_rl/config/engines.py"
+    file = folder / "hpc_rl/config/rl/engines.py"
     text = file.read_text()
     before, after = 'transfers=("host",),\n),\n', 'transfers=("object_store", "host"),\n),\n'
     assert text.count(before) == 1

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 import torch
 
-from hpc_rl.config.ppo import PpoConfig
+from hpc_rl.config.rl.ppo import PpoConfig
 from hpc_rl.rl.rollout.engine import Placement, Sampling, complete, eos_token_ids, load_engine
-from hpc_rl.rl.rollout.hf import HfEngine
+from hpc_rl.rl.rollout.hf.engine import HfEngine
 from hpc_rl.rl.weights.base import BucketReceiver, receiver_of
 from hpc_rl.rl.weights.buckets import pack
 from hpc_rl.training.models.causal_lm import load_model, load_tokenizer

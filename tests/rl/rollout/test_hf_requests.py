@@ -16,15 +16,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from hpc_rl.config.training import ModelConfig
+from hpc_rl.config.training.common import ModelConfig
 from hpc_rl.errors import UserError
 from hpc_rl.rl.rollout.engine import Completion, Request, Sampling, Span, complete
-from hpc_rl.rl.rollout.hf import HfEngine
-from hpc_rl.rl.rollout.hf_batch import STEPS_BETWEEN_CHECKS
-from hpc_rl.rl.rollout.kv_cache import KVCache
+from hpc_rl.rl.rollout.hf.batch import STEPS_BETWEEN_CHECKS
+from hpc_rl.rl.rollout.hf.engine import HfEngine
+from hpc_rl.rl.rollout.hf.kv_cache import KVCache
 from hpc_rl.rl.rollout.sampling import sample, uniforms
+from hpc_rl.training.models.attention.packed_batch import pack_samples
 from hpc_rl.training.models.causal_lm import CausalLM, load_model
-from hpc_rl.training.models.packed_batch import pack_samples
 from tests.helpers import make_tiny_model
 from tests.rl.rollout.tiny_engine import counted_tokens, forward_logprobs, prompts, sharp_model, token_lists
 

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from hpc_rl.config.compose import compose
-from hpc_rl.config.generate import GenerateConfig
+from hpc_rl.config.rl.generate import GenerateConfig
 from hpc_rl.errors import RunError, UserError
 from hpc_rl.rl.rollout import openai
 from hpc_rl.rl.rollout.engine import Completion, Placement, Request, Sampling, Span, complete, load_engine

@@ -9,18 +9,19 @@ from typing import Any, NoReturn
 
 import pytest
 
-from hpc_rl.config.engines import ENGINES
-from hpc_rl.config.ppo import PpoConfig
-from hpc_rl.config.training import LoraConfig
+from hpc_rl.config.rl.engines import ENGINES
+from hpc_rl.config.rl.ppo import PpoConfig
+from hpc_rl.config.training.common import LoraConfig
 from hpc_rl.errors import RunError, UserError
-from hpc_rl.host.accelerators import ENV_RAY_HIDES
-from hpc_rl.rl.calls import ActorCall, Pending
-from hpc_rl.rl.fates import ActorDiedError
-from hpc_rl.rl.pools import Node, Pool, Slot
-from hpc_rl.rl.rollout import request_queue, rollout, vllm_adapters
+from hpc_rl.rl.actors.calls import ActorCall, Pending
+from hpc_rl.rl.actors.fates import ActorDiedError
+from hpc_rl.rl.actors.pools import Node, Pool, Slot
+from hpc_rl.rl.rollout import request_queue, rollout
 from hpc_rl.rl.rollout.engine import Placement
 from hpc_rl.rl.rollout.rollout import InProcessRollout, SeparateRollout, engine_slots
+from hpc_rl.rl.rollout.vllm.engine import adapters as vllm_adapters
 from hpc_rl.rl.weights.base import EngineActors
+from hpc_rl.system.accelerators import ENV_RAY_HIDES
 from tests.rl.ppo_config import ppo_config
 
 CUDA = ("trainer.device=cuda", "trainer.n_gpus_per_node=4", "rollout.name=vllm")

@@ -11,11 +11,11 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from hpc_rl.config.training import ModelConfig
+from hpc_rl.config.training.common import ModelConfig
 from hpc_rl.rl.rollout.engine import Completion
+from hpc_rl.training.models.attention.packed_batch import pack_samples
 from hpc_rl.training.models.causal_lm import CausalLM, load_model
 from hpc_rl.training.models.lm_head import token_logprobs
-from hpc_rl.training.models.packed_batch import pack_samples
 from tests.helpers import make_tiny_model
 
 LENGTHS = [5, 1, 17, 9, 2, 30, 11]

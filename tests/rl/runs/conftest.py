@@ -7,8 +7,8 @@ import pytest
 import ray
 
 from hpc_rl.data.arithmetic import generate
-from hpc_rl.rl.cluster import start_ray
-from hpc_rl.rl.process import quiet_libraries
+from hpc_rl.rl.actors.cluster import start_ray
+from hpc_rl.rl.actors.process import quiet_libraries
 from tests.helpers import make_tiny_model
 from tests.rl.runs.jobs import Hosts, Runs
 

@@ -17,17 +17,17 @@ import ray
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from hpc_rl.config.compose import compose
-from hpc_rl.config.ppo import PpoConfig
-from hpc_rl.host.accelerators import ACCELERATORS
+from hpc_rl.config.rl.ppo import PpoConfig
 from hpc_rl.rewards.processes import RewardProcesses
-from hpc_rl.rl import cluster, process
-from hpc_rl.rl.environment_hosts import EnvironmentHost
-from hpc_rl.rl.pools import create_pools
+from hpc_rl.rl.actors import cluster, process
+from hpc_rl.rl.actors.pools import create_pools
+from hpc_rl.rl.converse.environment_hosts import EnvironmentHost
 from hpc_rl.rl.rollout import rollout
 from hpc_rl.rl.rollout.engine import Placement
 from hpc_rl.rl.rollout.engine_process import EngineProcess
 from hpc_rl.rl.workers.worker import Worker
 from hpc_rl.run_dir import RunDir
+from hpc_rl.system.accelerators import ACCELERATORS
 from tests.rl.ppo_config import REQUIRED, SMALL
 
 NAMES = [row.visible[0] for row in ACCELERATORS]

@@ -22,16 +22,16 @@ import pytest
 import ray
 
 from hpc_rl.config.compose import compose
-from hpc_rl.config.ppo import PpoConfig
-from hpc_rl.rl import setup, trainer
-from hpc_rl.rl.pools import release_pools
-from hpc_rl.rl.state import PpoState
+from hpc_rl.config.rl.ppo import PpoConfig
+from hpc_rl.rl.actors.pools import release_pools
+from hpc_rl.rl.loop import setup, trainer
+from hpc_rl.rl.loop.state import PpoState
 from hpc_rl.rl.workers import group
 from hpc_rl.rl.workers.worker import Worker
 from hpc_rl.run_dir import RunDir
 from hpc_rl.tracking.metrics import read_metrics
 from hpc_rl.tracking.tracker import Tracker
-from hpc_rl.training import distributed, sharding
+from hpc_rl.training.parallel import distributed, sharding
 
 TIMEOUT_S = 600
 

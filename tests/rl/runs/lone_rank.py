@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hpc_rl.host.heartbeat import beats_in_calls
+from hpc_rl.liveness.heartbeat import beats_in_calls
 from hpc_rl.rl.workers.worker import Worker
 
 

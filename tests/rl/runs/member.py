@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 
 from hpc_rl.errors import RunError, UserError
-from hpc_rl.rl.process import log_to
+from hpc_rl.rl.actors.process import log_to
 
 
 class Member:

@@ -15,8 +15,8 @@ import pytest
 from transformers import AutoTokenizer, GenerationConfig
 
 from hpc_rl.errors import EXIT_STOPPED, RunError
-from hpc_rl.rl import trainer
 from hpc_rl.rl.converse.transcripts import Conversed
+from hpc_rl.rl.loop import trainer
 from hpc_rl.rl.main_ppo import run_ppo
 from hpc_rl.run_dir import RunDir
 from tests.helpers import make_tiny_model

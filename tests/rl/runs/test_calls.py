@@ -13,9 +13,9 @@ import ray
 from ray.exceptions import RayTaskError
 
 from hpc_rl.errors import RunError, UserError
-from hpc_rl.rl import calls as calls_module
-from hpc_rl.rl.calls import ActorCall, Pending, wait_for_all
-from hpc_rl.rl.fates import Actor
+from hpc_rl.rl.actors import calls as calls_module
+from hpc_rl.rl.actors.calls import ActorCall, Pending, wait_for_all
+from hpc_rl.rl.actors.fates import Actor
 from tests.rl.runs.jobs import TIMEOUT_S
 from tests.rl.runs.member import Member
 

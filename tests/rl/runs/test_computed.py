@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from hpc_rl.rl import setup
-from hpc_rl.rl.computed import Computation
+from hpc_rl.rl.loop import setup
+from hpc_rl.rl.loop.computed import Computation
 from hpc_rl.rl.workers.group import WorkerGroup
 from tests.marks import long
 from tests.rl.runs.jobs import Runs, metrics

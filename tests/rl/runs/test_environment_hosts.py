@@ -16,9 +16,9 @@ from hpc_rl.environments.pool import Conversation
 from hpc_rl.environments.requests import Wanted
 from hpc_rl.environments.tool_calls import Call
 from hpc_rl.errors import RunError, UserError
-from hpc_rl.rl import environment_hosts
-from hpc_rl.rl.environment_hosts import EnvironmentFleet, nodes_of_job, open_environments
-from hpc_rl.rl.pools import Node, cluster_nodes
+from hpc_rl.rl.actors.pools import Node, cluster_nodes
+from hpc_rl.rl.converse import environment_hosts
+from hpc_rl.rl.converse.environment_hosts import EnvironmentFleet, nodes_of_job, open_environments
 from tests.environments.test_pool import OWN
 from tests.rl.ppo_config import ppo_config
 from tests.rl.runs.jobs import TIMEOUT_S, Runs, metrics

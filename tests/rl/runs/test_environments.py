@@ -11,9 +11,9 @@ import pytest
 from transformers import AutoTokenizer, GenerationConfig
 
 from hpc_rl.errors import EXIT_STOPPED, UserError
-from hpc_rl.rl import trainer
 from hpc_rl.rl.converse.transcripts import Conversed
-from hpc_rl.rl.draws import Batch
+from hpc_rl.rl.loop import trainer
+from hpc_rl.rl.loop.draws import Batch
 from tests.calling_model import make_calling_model
 from tests.environments.runners import reachable_path
 from tests.helpers import make_tiny_model

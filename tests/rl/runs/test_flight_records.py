@@ -7,7 +7,7 @@ from pathlib import Path
 
 import ray
 
-from hpc_rl.host.flight_records import Finding, findings
+from hpc_rl.liveness.flight_records import Finding, findings
 from hpc_rl.node import stack_files
 from hpc_rl.node.hangs import process_states, read_beats
 from tests.rl.ppo_config import ppo_config

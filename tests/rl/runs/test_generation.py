@@ -14,18 +14,18 @@ import torch
 from transformers import GenerationConfig
 
 from hpc_rl.config.compose import compose
-from hpc_rl.config.generate import GenerateConfig
+from hpc_rl.config.rl.generate import GenerateConfig
 from hpc_rl.data.arithmetic import generate
 from hpc_rl.data.prompts import Prompt
 from hpc_rl.errors import EXIT_STOPPED, UserError
 from hpc_rl.rewards.scorer import Scores
-from hpc_rl.rl.calls import Pending
+from hpc_rl.rl.actors.calls import Pending
+from hpc_rl.rl.actors.pools import release_pools
 from hpc_rl.rl.generation import generate as loop
 from hpc_rl.rl.generation.responses import Parts, read_responses
 from hpc_rl.rl.generation.run import run_generation
-from hpc_rl.rl.pools import release_pools
+from hpc_rl.rl.loop.scoring import ModelScoring
 from hpc_rl.rl.rollout.engine import Completion
-from hpc_rl.rl.scoring import ModelScoring
 from hpc_rl.rl.workers import group
 from hpc_rl.run_dir import RunDir
 from tests.helpers import make_tiny_model

@@ -12,12 +12,12 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from hpc_rl.errors import RunError
-from hpc_rl.rl import trainer
+from hpc_rl.rl.loop import trainer
 from hpc_rl.rl.workers.worker import Worker
 from hpc_rl.training.models.lora import is_adapter
 from tests.helpers import make_tiny_model
 from tests.marks import long
-from tests.rl.rollout.test_vllm import needs_vllm
+from tests.rl.rollout.vllm.test_engine import needs_vllm
 from tests.rl.runs.jobs import Runs, metrics, same_metrics, samples, series, stop_after
 
 LORA = (

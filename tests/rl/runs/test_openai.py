@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 
 from hpc_rl.config.compose import compose
-from hpc_rl.config.generate import GenerateConfig
+from hpc_rl.config.rl.generate import GenerateConfig
 from hpc_rl.data.arithmetic import generate
 from hpc_rl.errors import UserError
+from hpc_rl.rl.actors.pools import release_pools
 from hpc_rl.rl.generation.responses import read_responses
 from hpc_rl.rl.generation.run import run_generation
-from hpc_rl.rl.pools import release_pools
 from hpc_rl.run_dir import RunDir
 from tests.helpers import make_tiny_model
 from tests.http_server import serving

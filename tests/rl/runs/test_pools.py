@@ -7,7 +7,7 @@ import pytest
 import ray
 
 from hpc_rl.errors import RunError, UserError
-from hpc_rl.rl.pools import create_pools, release_pools
+from hpc_rl.rl.actors.pools import create_pools, release_pools
 from tests.rl.runs.jobs import TIMEOUT_S
 
 OWNER = "a test of pools"

@@ -14,8 +14,8 @@ from ray.exceptions import RayActorError, RayTaskError
 
 from hpc_rl.data.prompts import Prompt
 from hpc_rl.errors import RunError, UserError
-from hpc_rl.rl.calls import ActorCall
-from hpc_rl.rl.fates import Actor, ActorDiedError
+from hpc_rl.rl.actors.calls import ActorCall
+from hpc_rl.rl.actors.fates import Actor, ActorDiedError
 from hpc_rl.rl.rollout.engine import Sampling, Span
 from hpc_rl.rl.rollout.request_queue import CALLS_AHEAD, Asked, RequestQueue
 from hpc_rl.rl.rollout.rollout import MOST_DEATHS

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from hpc_rl.errors import EXIT_STOPPED, RunError, UserError
-from hpc_rl.rl import trainer
-from hpc_rl.rl.state import PpoState
+from hpc_rl.rl.loop import trainer
+from hpc_rl.rl.loop.state import PpoState
 from hpc_rl.tracking.tracker import Tracker
 from tests.marks import long
 from tests.rl.runs.jobs import Runs, copy_of, metrics, same_metrics, series, stop_after

@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from hpc_rl.errors import RunError, UserError
-from hpc_rl.rl import trainer
-from hpc_rl.rl.draws import greedy_sampling
+from hpc_rl.rl.loop import trainer
+from hpc_rl.rl.loop.draws import greedy_sampling
 from tests.finetune.jobs import run_here
 from tests.helpers import make_tiny_model, make_tokenizer
 from tests.http_server import serving

@@ -14,8 +14,8 @@ from types import SimpleNamespace
 import pytest
 
 from hpc_rl.errors import EXIT_STOPPED
-from hpc_rl.rl import rows, trainer
-from hpc_rl.rl.calls import Pending
+from hpc_rl.rl.actors.calls import Pending
+from hpc_rl.rl.loop import rows, trainer
 from hpc_rl.rl.workers.group import WorkerGroup
 from hpc_rl.training.checkpoints.folders import numbered, read_progress
 from hpc_rl.training.perf import Clock

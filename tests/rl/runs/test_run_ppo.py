@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import ray
 
-from hpc_rl.config.ppo import PpoConfig
+from hpc_rl.config.rl.ppo import PpoConfig
 from hpc_rl.errors import EXIT_STOPPED, RunError, UserError
 from hpc_rl.rl.main_ppo import TaskRunner, run_ppo
 from hpc_rl.run_dir import RunDir

@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from hpc_rl.config.engines import ENGINES
-from hpc_rl.rl.async_batches import AsynchronousBatches
-from hpc_rl.rl.draws import Batch
+from hpc_rl.config.rl.engines import ENGINES
+from hpc_rl.rl.loop.async_batches import AsynchronousBatches
+from hpc_rl.rl.loop.draws import Batch
 from hpc_rl.tracking.metrics import read_metrics
 from tests.rl.rollout.sglang_engine import SERVERS
 from tests.rl.runs.jobs import TIMEOUT_S, Runs, series

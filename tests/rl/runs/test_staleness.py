@@ -10,8 +10,8 @@ import pytest
 import ray
 
 from hpc_rl.errors import EXIT_STOPPED
-from hpc_rl.rl import trainer
-from hpc_rl.rl.async_batches import AsynchronousBatches
+from hpc_rl.rl.loop import trainer
+from hpc_rl.rl.loop.async_batches import AsynchronousBatches
 from tests.marks import long
 from tests.rl.runs.jobs import TIMEOUT_S, Runs, metrics, samples, series, stop_after
 

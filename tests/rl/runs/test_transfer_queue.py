@@ -13,9 +13,9 @@ import pytest
 import ray
 
 from hpc_rl.errors import RunError
-from hpc_rl.rl import trainer
-from hpc_rl.rl.calls import Pending
-from hpc_rl.rl.fates import ActorDiedError
+from hpc_rl.rl.actors.calls import Pending
+from hpc_rl.rl.actors.fates import ActorDiedError
+from hpc_rl.rl.loop import trainer
 from tests.marks import long
 from tests.rl.runs.jobs import Runs, metrics, stop_after
 

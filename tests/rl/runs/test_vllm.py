@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 import ray
 
-from hpc_rl.rl import trainer
+from hpc_rl.rl.loop import trainer
 from tests.helpers import make_tiny_model
 from tests.marks import long
-from tests.rl.rollout.test_vllm import needs_vllm
+from tests.rl.rollout.vllm.test_engine import needs_vllm
 from tests.rl.runs.jobs import TIMEOUT_S, Runs, metrics
 
 POOLS = ("trainer.n_gpus_per_node=3", "pools.spec={train: [1], engines: [2]}", "pools.roles.rollout=engines")

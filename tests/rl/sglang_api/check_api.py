@@ -21,11 +21,11 @@ import numpy as np
 import pytest
 import torch
 
-from hpc_rl.config.rollout import RolloutConfig
-from hpc_rl.config.training import ModelConfig
+from hpc_rl.config.rl.rollout import RolloutConfig
+from hpc_rl.config.training.common import ModelConfig
 from hpc_rl.rl.rollout.engine import Placement, Request, Sampling
 from hpc_rl.rl.rollout.http_calls import Answer
-from hpc_rl.rl.rollout.sglang import SglangEngine, server_settings
+from hpc_rl.rl.rollout.sglang.engine import SglangEngine, server_settings
 
 SRT = Path(os.environ["SGLANG_TREE"]) / "sglang" / "srt"
 ADDRESS = {"host": "127.0.0.1", "port": 20_000, "api-key": "secret"}

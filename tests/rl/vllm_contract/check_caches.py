@@ -11,7 +11,7 @@ from unittest import mock
 import pytest
 import torch
 
-from hpc_rl.rl.rollout.vllm_caches import IN_PLACE, remove_unreadable
+from hpc_rl.rl.rollout.vllm.caches import IN_PLACE, remove_unreadable
 
 
 def halve(file: Path) -> None:

@@ -20,13 +20,14 @@ import pytest
 import torch
 
 import hpc_rl
-from hpc_rl.config.engines import ENGINES
-from hpc_rl.host.peft_folder import new_config
-from hpc_rl.rl.rollout import vllm as engine_module
-from hpc_rl.rl.rollout import vllm_adapters, vllm_processes
+from hpc_rl.config.rl.engines import ENGINES
+from hpc_rl.formats.peft_folder import new_config
 from hpc_rl.rl.rollout.engine import Placement, Request, Sampling, Span
-from hpc_rl.rl.rollout.vllm import PARTS
-from hpc_rl.rl.rollout.vllm_worker import WeightUpdates
+from hpc_rl.rl.rollout.vllm.engine import PARTS
+from hpc_rl.rl.rollout.vllm.engine import adapters as vllm_adapters
+from hpc_rl.rl.rollout.vllm.engine import engine as engine_module
+from hpc_rl.rl.rollout.vllm.engine import processes as vllm_processes
+from hpc_rl.rl.rollout.vllm.worker import WeightUpdates
 from hpc_rl.rl.weights.buckets import pack
 from tests.rl.vllm_contract.pretend import make_engine
 
@@ -79,7 +80,7 @@ def test_a_worker_prepares_its_process_first(tmp_path: Path, monkeypatch: pytest
     monkeypatch.setattr("vllm.v1.worker.worker_base.resolve_obj_by_qualname", {"W": Worker, "E": WeightUpdates}.get)
     monkeypatch.setattr("vllm.v1.worker.worker_base.worker_receiver_cache_from_config", lambda *_: None)
     monkeypatch.setattr("vllm.v1.worker.worker_base.set_current_vllm_config", lambda _: contextlib.nullcontext())
-    monkeypatch.setattr("hpc_rl.rl.rollout.vllm_worker.log_as_worker", prepared.append)
+    monkeypatch.setattr("hpc_rl.rl.rollout.vllm.worker.log_as_worker", prepared.append)
     monkeypatch.setattr("vllm.platforms.interface._assigned_physical_gpu_ids", None)
     parallel = SimpleNamespace(worker_cls="W", worker_extension_cls="E", world_size=2)
     config = mock.create_autospec(ray_executor_v2.VllmConfig, instance=True, parallel_config=parallel)

@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 import torch
 
-from hpc_rl.config.rollout import RolloutConfig
-from hpc_rl.config.training import ModelConfig
+from hpc_rl.config.rl.rollout import RolloutConfig
+from hpc_rl.config.training.common import ModelConfig
 from hpc_rl.errors import UserError
 from hpc_rl.rl.rollout.engine import Completion, Placement, Request, Sampling
-from hpc_rl.rl.rollout.vllm import VllmEngine
+from hpc_rl.rl.rollout.vllm.engine import VllmEngine
 from tests.helpers import make_tiny_model
 from tests.rl.vllm_contract.h100 import pretend_h100
 

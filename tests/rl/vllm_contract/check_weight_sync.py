@@ -19,10 +19,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from hpc_rl.errors import RunError, UserError
-from hpc_rl.rl.fates import Actor
+from hpc_rl.rl.actors.fates import Actor
 from hpc_rl.rl.weights.base import EngineActors, WeightSource
 from hpc_rl.rl.weights.transfers import open_sender
-from hpc_rl.training.distributed import World
+from hpc_rl.training.parallel.distributed import World
 from tests.rl.vllm_contract.between import TIMEOUT_S, EngineHandle, connected, serve
 from tests.rl.vllm_contract.pretend import Model, make_engine, make_worker
 from tests.simulated_gpu.ranks import Beside, Rank, run_ranks

@@ -11,9 +11,9 @@ import torch
 from torch import nn
 
 from hpc_rl.rl.rollout.engine import Placement
-from hpc_rl.rl.rollout.vllm import VllmEngine
-from hpc_rl.rl.rollout.vllm_processes import WorkerWatch
-from hpc_rl.rl.rollout.vllm_worker import WeightUpdates
+from hpc_rl.rl.rollout.vllm.engine import VllmEngine
+from hpc_rl.rl.rollout.vllm.processes import WorkerWatch
+from hpc_rl.rl.rollout.vllm.worker import WeightUpdates
 
 CPU = torch.device("cpu")
 

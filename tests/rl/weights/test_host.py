@@ -15,12 +15,12 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 from hpc_rl.errors import UserError
-from hpc_rl.rl.cluster import start_ray
-from hpc_rl.rl.fates import Actor
+from hpc_rl.rl.actors.cluster import start_ray
+from hpc_rl.rl.actors.fates import Actor
 from hpc_rl.rl.weights.base import BucketReceiver, EngineActors, WeightSource
 from hpc_rl.rl.weights.host import HostSender, assign_engines
-from hpc_rl.training import distributed
-from hpc_rl.training.distributed import World
+from hpc_rl.training.parallel import distributed
+from hpc_rl.training.parallel.distributed import World
 
 TIMEOUT_S = 600
 BUCKET_BYTES = 4 * 1000

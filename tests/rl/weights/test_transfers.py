@@ -7,7 +7,7 @@ import inspect
 
 import pytest
 
-from hpc_rl.config.engines import ENGINES
+from hpc_rl.config.rl.engines import ENGINES
 from hpc_rl.rl.weights.transfers import WEIGHT_TRANSFERS, Opener, choose_transfer
 
 

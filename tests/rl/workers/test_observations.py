@@ -12,9 +12,9 @@ from numpy.typing import NDArray
 from tensordict import TensorDict
 from torch import nn
 
-from hpc_rl.config.ppo import PpoConfig
-from hpc_rl.rl import experience as columns
-from hpc_rl.rl import trainer
+from hpc_rl.config.rl.ppo import PpoConfig
+from hpc_rl.rl.loop import experience as columns
+from hpc_rl.rl.loop import trainer
 from hpc_rl.rl.rollout.engine import Completion
 from hpc_rl.rl.workers.actor import Actor
 from hpc_rl.rl.workers.critic import Critic
@@ -22,8 +22,8 @@ from hpc_rl.rl.workers.group import _joining
 from hpc_rl.rl.workers.held import hold
 from hpc_rl.rl.workers.learner import Learner, Parts
 from hpc_rl.rl.workers.logprobs import held_logprobs
-from hpc_rl.training.distributed import World
 from hpc_rl.training.models.causal_lm import CausalLM
+from hpc_rl.training.parallel.distributed import World
 from tests.helpers import make_tiny_model
 from tests.rl.ppo_config import ppo_config
 from tests.rl.test_observations import group_of

@@ -5,8 +5,8 @@ from typing import get_args
 
 import pytest
 
-from hpc_rl.config.pools import Role
-from hpc_rl.rl import process
+from hpc_rl.config.rl.pools import Role
+from hpc_rl.rl.actors import process
 from hpc_rl.rl.carriers.base import AtOnce
 from hpc_rl.rl.workers.worker import MODELS, Worker
 from tests.rl.ppo_config import ppo_config

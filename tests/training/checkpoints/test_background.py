@@ -14,15 +14,15 @@ import pytest
 import torch
 from torch.distributed.checkpoint.api import CheckpointException
 
-from hpc_rl.config.training import ModelConfig, OptimConfig
+from hpc_rl.config.training.common import ModelConfig, OptimConfig
 from hpc_rl.errors import RunError
 from hpc_rl.training.checkpoints import background, checkpoint, folders, model_state
 from hpc_rl.training.checkpoints.background import BackgroundWriter
 from hpc_rl.training.checkpoints.folders import Progress
 from hpc_rl.training.checkpoints.saver import OneModel, Saver
-from hpc_rl.training.distributed import World
 from hpc_rl.training.models.causal_lm import PackedModel, load_model, load_tokenizer
 from hpc_rl.training.optim import build_optimizer
+from hpc_rl.training.parallel.distributed import World
 from tests.finetune.jobs import spawn
 from tests.helpers import make_tiny_model
 
@@ -239,7 +239,7 @@ def test_the_thread_ends_with_the_writer() -> None:
 
 def main() -> None:
     """Write twice on each of two ranks: rank 1 fails at first. Meanwhile the main threads exchange something else."""
-    from hpc_rl.training import distributed
+    from hpc_rl.training.parallel import distributed
 
     world = distributed.start("cpu", start_timeout_s=600)
     writer = BackgroundWriter(world)

@@ -9,15 +9,15 @@ from pathlib import Path
 import pytest
 import torch
 
-from hpc_rl.config.training import ModelConfig, OptimConfig
+from hpc_rl.config.training.common import ModelConfig, OptimConfig
 from hpc_rl.errors import AgreedError, UserError
 from hpc_rl.training.checkpoints import checkpoint, folders, model_state
 from hpc_rl.training.checkpoints.folders import ACTOR, CRITIC, Progress
 from hpc_rl.training.checkpoints.model_state import UnreadableError
-from hpc_rl.training.distributed import World
 from hpc_rl.training.models.causal_lm import PackedModel, load_model
 from hpc_rl.training.models.scalar_model import critic
 from hpc_rl.training.optim import build_optimizer
+from hpc_rl.training.parallel.distributed import World
 from tests.helpers import make_tiny_model
 
 ALONE = World(rank=0, size=1, device=torch.device("cpu"))

@@ -17,18 +17,18 @@ from pydantic import ValidationError
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from hpc_rl.config.training import ModelConfig, OptimConfig, TrainingConfig
+from hpc_rl.config.training.common import ModelConfig, OptimConfig, TrainingConfig
 from hpc_rl.errors import UserError
-from hpc_rl.host.scratch import held
+from hpc_rl.system.scratch import held
 from hpc_rl.training.checkpoints import checkpoint, checksums, model_state
 from hpc_rl.training.checkpoints import export as exporting
 from hpc_rl.training.checkpoints.export import export
 from hpc_rl.training.checkpoints.folders import Progress
 from hpc_rl.training.checkpoints.model_state import UnreadableError
 from hpc_rl.training.checkpoints.saver import OneModel, Saver
-from hpc_rl.training.distributed import World
 from hpc_rl.training.models.causal_lm import load_model, load_tokenizer
 from hpc_rl.training.optim import build_optimizer
+from hpc_rl.training.parallel.distributed import World
 from tests.helpers import make_tiny_model
 
 WORLD = World(rank=0, size=1, device=torch.device("cpu"))

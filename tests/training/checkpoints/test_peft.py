@@ -9,11 +9,11 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
-from hpc_rl.config.training import LoraConfig, ModelConfig, TrainingConfig
+from hpc_rl.config.training.common import LoraConfig, ModelConfig, TrainingConfig
 from hpc_rl.training.checkpoints.export import export
-from hpc_rl.training.distributed import World
 from hpc_rl.training.models.causal_lm import causal_lm
 from hpc_rl.training.models.loading import load_sharded, trained_weights
+from hpc_rl.training.parallel.distributed import World
 from tests.finetune import test_preferences as pairs
 from tests.finetune.jobs import run_here
 

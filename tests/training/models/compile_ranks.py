@@ -12,13 +12,13 @@ import numpy as np
 import torch
 from torch._dynamo.backends.common import aot_autograd
 
-from hpc_rl.config.training import ModelConfig, TrainingConfig
-from hpc_rl.training import distributed, sharding
+from hpc_rl.config.training.common import ModelConfig, TrainingConfig
 from hpc_rl.training.models import compiled
+from hpc_rl.training.models.attention.packed_batch import pack_samples
 from hpc_rl.training.models.causal_lm import causal_lm
 from hpc_rl.training.models.lm_head import cross_entropy_sum
 from hpc_rl.training.models.loading import load_sharded
-from hpc_rl.training.models.packed_batch import pack_samples
+from hpc_rl.training.parallel import distributed, sharding
 
 
 def refuse(*_: Any, **__: Any) -> Any:

@@ -10,13 +10,13 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from hpc_rl.config.training import LoraConfig, ModelConfig, TrainingConfig
-from hpc_rl.training import distributed
-from hpc_rl.training.distributed import World
+from hpc_rl.config.training.common import LoraConfig, ModelConfig, TrainingConfig
+from hpc_rl.training.models.attention.packed_batch import pack_samples
 from hpc_rl.training.models.causal_lm import CausalLM, causal_lm
 from hpc_rl.training.models.four_bit import four_bit_weights
 from hpc_rl.training.models.loading import load_sharded, set_adapters
-from hpc_rl.training.models.packed_batch import pack_samples
+from hpc_rl.training.parallel import distributed
+from hpc_rl.training.parallel.distributed import World
 
 
 def gradients(model: CausalLM) -> dict[str, torch.Tensor]:

@@ -9,14 +9,14 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from hpc_rl.config.training import ModelConfig, TrainingConfig
+from hpc_rl.config.training.common import ModelConfig, TrainingConfig
 from hpc_rl.errors import UserError
-from hpc_rl.training import distributed
-from hpc_rl.training.distributed import World
 from hpc_rl.training.models.causal_lm import PackedModel, causal_lm
 from hpc_rl.training.models.loading import load_sharded, weights_of
 from hpc_rl.training.models.pretrained import Pretrained
 from hpc_rl.training.models.scalar_model import critic, reward_model
+from hpc_rl.training.parallel import distributed
+from hpc_rl.training.parallel.distributed import World
 
 
 def pretrained(role: str, path: str, dtype: str) -> Pretrained[Any]:

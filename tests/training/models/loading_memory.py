@@ -9,11 +9,11 @@ from pathlib import Path
 import torch
 from torch.distributed.tensor import DTensor
 
-from hpc_rl.config.training import ModelConfig, TrainingConfig
-from hpc_rl.training import distributed
+from hpc_rl.config.training.common import ModelConfig, TrainingConfig
 from hpc_rl.training.models import loading
 from hpc_rl.training.models.causal_lm import causal_lm, load_model
 from hpc_rl.training.models.loading import load_sharded
+from hpc_rl.training.parallel import distributed
 
 if __name__ == "__main__":
     world = distributed.start("cpu", start_timeout_s=600)

@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from hpc_rl.training.models import cpu_attention, exact_attention, packed_attention
-from hpc_rl.training.models.exact_attention import SCORE_BYTES, Scoring
-from hpc_rl.training.models.packed_attention import SampleBounds
+from hpc_rl.training.models.attention import cpu_attention, exact_attention, packed_attention
+from hpc_rl.training.models.attention.exact_attention import SCORE_BYTES, Scoring
+from hpc_rl.training.models.attention.packed_attention import SampleBounds
 
 LENGTHS = (3, 1, 7, 4)
 BORDERS = torch.tensor([0, *itertools.accumulate(LENGTHS)])

@@ -19,11 +19,11 @@ import torch
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch._inductor import config as inductor
 
-from hpc_rl.config.training import ModelConfig
-from hpc_rl.training.distributed import World
+from hpc_rl.config.training.common import ModelConfig
+from hpc_rl.training.models.attention.packed_batch import PackedBatch, pack_samples
 from hpc_rl.training.models.causal_lm import CausalLM, load_model
 from hpc_rl.training.models.compiled import FAMILIES, compile_layers, is_automatic, problem_of
-from hpc_rl.training.models.packed_batch import PackedBatch, pack_samples
+from hpc_rl.training.parallel.distributed import World
 from tests.finetune.jobs import spawn
 from tests.helpers import make_tiny_model
 from tests.marks import long

@@ -15,23 +15,23 @@ import torch.distributed as dist
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 
-from hpc_rl.config.preferences import DpoConfig
-from hpc_rl.config.training import ModelConfig, OptimConfig, TrainingConfig
+from hpc_rl.config.training.common import ModelConfig, OptimConfig, TrainingConfig
+from hpc_rl.config.training.preferences import DpoConfig
 from hpc_rl.data.pairs import Preference
 from hpc_rl.data.sft_dataset import Sample
 from hpc_rl.finetune.dpo import Dpo, Kto
 from hpc_rl.finetune.reference import Reference
-from hpc_rl.training import sharding
 from hpc_rl.training.checkpoints import model_state
-from hpc_rl.training.distributed import World
+from hpc_rl.training.models.attention.packed_batch import PackedBatch, pack_samples
 from hpc_rl.training.models.causal_lm import PackedModel, causal_lm, load_tokenizer
 from hpc_rl.training.models.lm_head import cross_entropy_sum
 from hpc_rl.training.models.loading import load_sharded
-from hpc_rl.training.models.packed_batch import PackedBatch, pack_samples
 from hpc_rl.training.models.scalar_model import critic
-from hpc_rl.training.offload import ModelOffload
 from hpc_rl.training.optim import build_optimizer, clip_gradients
-from hpc_rl.training.sharding import own_part
+from hpc_rl.training.parallel import sharding
+from hpc_rl.training.parallel.distributed import World
+from hpc_rl.training.parallel.offload import ModelOffload
+from hpc_rl.training.parallel.sharding import own_part
 from tests.helpers import make_tiny_model
 
 ALONE = World(0, 1, torch.device("cpu"))

@@ -17,9 +17,9 @@ import pytest
 import torch
 from torch.nn import attention as torch_attention
 
-from hpc_rl.training.distributed import World
-from hpc_rl.training.models import cpu_attention, packed_attention
-from hpc_rl.training.models.packed_attention import SampleBounds, use_flash_attention_3
+from hpc_rl.training.models.attention import cpu_attention, packed_attention
+from hpc_rl.training.models.attention.packed_attention import SampleBounds, use_flash_attention_3
+from hpc_rl.training.parallel.distributed import World
 
 HOPPER = World(rank=0, size=1, device=torch.device("cuda"))
 LENGTHS = (5, 1, 9, 3)

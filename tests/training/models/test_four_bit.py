@@ -14,13 +14,13 @@ from safetensors.torch import load_file
 from torch import nn
 from transformers import AutoModelForCausalLM
 
-from hpc_rl.config.training import LoraConfig, ModelConfig, TrainingConfig
+from hpc_rl.config.training.common import LoraConfig, ModelConfig, TrainingConfig
 from hpc_rl.errors import EXIT_STOPPED, UserError
 from hpc_rl.rl.weights.base import WeightSource
 from hpc_rl.run_dir import RunDir
 from hpc_rl.training.checkpoints.adapter_weights import open_weights
 from hpc_rl.training.checkpoints.export import export
-from hpc_rl.training.distributed import World
+from hpc_rl.training.models.attention.packed_batch import pack_samples
 from hpc_rl.training.models.causal_lm import CausalLM, causal_lm, count_flops
 from hpc_rl.training.models.four_bit import (
     FourBitLinear,
@@ -30,8 +30,8 @@ from hpc_rl.training.models.four_bit import (
 )
 from hpc_rl.training.models.loading import load_sharded, trained_weights
 from hpc_rl.training.models.lora import LoraLinear, adapted_layers
-from hpc_rl.training.models.packed_batch import pack_samples
 from hpc_rl.training.models.scalar_model import critic
+from hpc_rl.training.parallel.distributed import World
 from tests.finetune.jobs import ask_at, run_here, series, spawn
 from tests.helpers import make_tiny_model, write_chats
 from tests.training.models import four_bit_ranks
@@ -167,7 +167,7 @@ def test_two_ranks_compute_as_one(path: str, tmp_path: Path) -> None:
 
 
 def test_a_run_resumes_and_exports_what_it_trained(path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hpc_rl.config.finetune.quantize_problems", lambda *_: ())  # it refuses CPUs
+    monkeypatch.setattr("hpc_rl.config.training.finetune.quantize_problems", lambda *_: ())  # it refuses CPUs
     base = [
         *("--kind", "sft", f"model.path={path}", f"data.train_files={write_chats(tmp_path / 'train.jsonl', 31)}"),
         *("data.train_batch_size=8", "optim.lr=1e-2", "data.max_length=256", "trainer.micro_tokens=1024"),

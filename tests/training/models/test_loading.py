@@ -11,10 +11,10 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification
 
-from hpc_rl.config.training import TrainingConfig
+from hpc_rl.config.training.common import TrainingConfig
 from hpc_rl.errors import UserError
-from hpc_rl.training.distributed import World
 from hpc_rl.training.models.loading import load_sharded, stored_weights, weights_of
+from hpc_rl.training.parallel.distributed import World
 from tests.finetune.jobs import spawn
 from tests.helpers import make_tiny_model
 from tests.training.models import loaded

@@ -9,17 +9,17 @@ import pytest
 import torch
 from torch import nn
 
-from hpc_rl.config.training import LoraConfig, ModelConfig, OptimConfig, TrainingConfig
+from hpc_rl.config.training.common import LoraConfig, ModelConfig, OptimConfig, TrainingConfig
 from hpc_rl.errors import UserError
-from hpc_rl.host.peft_folder import block_layers, matching
+from hpc_rl.formats.peft_folder import block_layers, matching
 from hpc_rl.rl.weights.base import WeightSource
-from hpc_rl.training.distributed import World
+from hpc_rl.training.models.attention.packed_batch import pack_samples
 from hpc_rl.training.models.causal_lm import causal_lm, count_flops
 from hpc_rl.training.models.loading import load_sharded, trained_weights
 from hpc_rl.training.models.lora import LoraLinear, adapted_layers, merged, rounded, without_adapters
-from hpc_rl.training.models.packed_batch import pack_samples
 from hpc_rl.training.models.scalar_model import critic
 from hpc_rl.training.optim import build_optimizer
+from hpc_rl.training.parallel.distributed import World
 from tests.helpers import make_tiny_model
 
 ALONE = World(rank=0, size=1, device=torch.device("cpu"))

@@ -11,11 +11,11 @@ import torch
 from pydantic import ValidationError
 from torch import nn
 
-from hpc_rl.config.training import ModelConfig
+from hpc_rl.config.training.common import ModelConfig
 from hpc_rl.errors import UserError
 from hpc_rl.training.models import recomputation
+from hpc_rl.training.models.attention.packed_batch import pack_samples
 from hpc_rl.training.models.causal_lm import CausalLM, load_model
-from hpc_rl.training.models.packed_batch import pack_samples
 from hpc_rl.training.models.recomputation import HostInputs, recompute
 from tests.helpers import make_tiny_model
 

@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 import torch
 
-from hpc_rl.config.training import ModelConfig
-from hpc_rl.training.distributed import World
+from hpc_rl.config.training.common import ModelConfig
+from hpc_rl.training.models.attention.packed_batch import PackedBatch, filler, pack_samples
 from hpc_rl.training.models.causal_lm import CausalLM, load_model
-from hpc_rl.training.models.packed_batch import PackedBatch, filler, pack_samples
 from hpc_rl.training.models.routers import router_metrics
+from hpc_rl.training.parallel.distributed import World
 from tests.helpers import make_tiny_model
 
 ALONE = World(rank=0, size=1, device=torch.device("cpu"))

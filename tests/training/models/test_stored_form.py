@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from hpc_rl.config.training import ModelConfig
+from hpc_rl.config.training.common import ModelConfig
 from hpc_rl.rl.weights.base import WeightSource
 from hpc_rl.training.models.causal_lm import causal_lm, load_model
 from hpc_rl.training.models.lora import is_adapter

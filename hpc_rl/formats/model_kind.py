@@ -1,0 +1,265 @@
+"""What the files of a model declare it to be: a language model, or a classifier such as a reward model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from hpc_rl.errors import UserError
+from hpc_rl.formats.counted import counted
+from hpc_rl.formats.safetensors_header import read_header, shapes
+from hpc_rl.system.files import read_json
+
+_HEAD = "score.weight"
+"""Name of the head's weight in transformers' sequence classifiers based on decoder models."""
+_OF_WHOLE_ROWS = ("dynamic", "longrope")
+"""Types of rotary embedding whose frequencies depend on the longest sample of a row, which a slice does not show."""
+_LIGER = (
+    "exaone4",
+    "hunyuan_v1_dense",
+    "llama",
+    "ministral",
+    "mistral",
+    "olmo2",
+    "olmo3",
+    "phi3",
+    "qwen2",
+    "qwen3",
+    "smollm3",
+)
+"""model_type of the dense models for which Liger has all three kernels; `make test-liger` compares each of them."""
+_QUANTISED = {
+    "config.json": "quantization_config",
+    "hf_quant_config.json": "quantization",
+    "quantize_config.json": "bits",
+    "quant_config.json": "w_bit",
+}
+"""File of a model folder -> the entry with which transformers, ModelOpt, GPTQ and AWQ state that its weights are
+quantised."""
+_EXACT = ("F64", "F32", "F16", "BF16")
+"""Types of weights that need no scale, as safetensors files name them."""
+_KEY_HEADS = "key heads"
+VOCABULARY_BLOCK = 64
+"""vLLM pads a vocabulary to a multiple of this (DEFAULT_VOCAB_PADDING_SIZE in layers/vocab_parallel_embedding.py)."""
+_REMEDIES = {
+    "reward.model": "set reward.weights to one number for each output, or leave it out if there is one",
+    "model.path": "name one column in data.label_keys for each output, or start from the language model",
+    "critic.path": "name a language model, a critic, or a reward model with one output",
+}
+"""Option -> what to do if the model has another number of outputs."""
+
+
+def is_classifier(architectures: Sequence[str] | None) -> bool:
+    """Return whether the `architectures` of a config.json name a sequence classifier."""
+    return any(name.endswith("ForSequenceClassification") for name in architectures or ())
+
+
+def is_language_model(architectures: Sequence[str] | None) -> bool:
+    """Return whether the `architectures` of a config.json name a language model."""
+    return any(name.endswith(("ForCausalLM", "LMHeadModel")) for name in architectures or ())
+
+
+def architectures_of(folder: Path) -> list[str]:
+    """Return the `architectures` of a model folder; empty if it declares none."""
+    found = read_json(folder / "config.json", named=True).get("architectures")
+    return [str(name) for name in found] if isinstance(found, list) else []
+
+
+def outputs_of(files: Iterable[Path]) -> int | None:
+    """Return the number of outputs of a classifier's head; None if the files have no such head, or cannot be read.
+
+    Args:
+        files: safetensors files of the model.
+    """
+    for file in files:
+        try:
+            found = shapes(file).get(_HEAD)
+        except (OSError, ValueError):
+            return None
+        if found:
+            return found[0]
+    return None
+
+
+def refuse_other_outputs(key: str, path: str, files: Iterable[Path], needed: int) -> None:
+    """Raise UserError if a classifier has another number of outputs than is needed.
+
+    Args:
+        key: the option that names `path`, for the error.
+        files: safetensors files of the model.
+    """
+    found = outputs_of(files)
+    if found not in (None, needed):
+        raise UserError(f"{key} {path} has {counted(found, 'output')}, not {needed}: {_REMEDIES[key]}")
+
+
+def refuse_quantised(
+    key: str, path: str, find: Callable[[str], Path | None], weights: Callable[[], Iterable[Path]]
+) -> None:
+    """Raise UserError if the weights of a model are quantised: without their scales they are other weights.
+
+    Args:
+        key: the option that names `path`, for the error.
+        find: returns a file of the model by its name, or None.
+        weights: returns the safetensors files of the model.
+    """
+    found = None
+    for name, entry in _QUANTISED.items():
+        file = find(name)
+        if file is not None and (value := read_json(file, named=True).get(entry)) is not None:
+            how = [value.get(part) for part in ("quant_method", "quant_algo")] if isinstance(value, dict) else []
+            found = f"{name} has {entry}" + "".join(f" ({part})" for part in how if part)
+            break
+    for file in () if found else weights():
+        with suppress(OSError, ValueError):  # loading the weights explains it
+            for name, entry in read_header(file)[0].items():
+                if name.endswith("weight") and len(entry["shape"]) > 1 and entry["dtype"] not in _EXACT:
+                    found = f"{name} has the type {entry['dtype']}"
+    if found is not None:
+        raise UserError(
+            f"{key} {path} has quantised weights, which cannot be trained: {found}; name the model from which it was "
+            "made, or a copy that was converted to bfloat16"
+        )
+
+
+def refuse_capped_logits(key: str, path: str, settings: Mapping[str, Any]) -> None:
+    """Raise UserError if a model caps its logits, which the chunked divergence of `distill` does not do.
+
+    Args:
+        key: the option that names `path`, for the error.
+        settings: of the model, as in its config.json.
+    """
+    cap = _text_settings(settings).get("final_logit_softcapping")
+    if cap is not None:
+        raise UserError(
+            f"{key} {path} caps its logits (final_logit_softcapping={cap}), which `submit distill` does not support: "
+            "use another model, or on-policy distillation (submit ppo algorithm=opd)"
+        )
+
+
+def refuse_without_liger(key: str, path: str, settings: Mapping[str, Any]) -> None:
+    """Raise UserError if model.use_liger cannot replace the layers of a model.
+
+    Args:
+        key: the option that names `path`, for the error.
+        settings: of the model, as in its config.json.
+    """
+    settings = _text_settings(settings)
+    family, rotated = settings.get("model_type"), _rotated_part(settings)
+    activation = settings.get("hidden_act", "silu")
+    problem = None
+    if family not in _LIGER:
+        problem = f"is of type {family}, which model.use_liger=true does not support ({', '.join(_LIGER)})"
+    elif rotated != 1:
+        problem = f"rotates {rotated:g} of each head (partial_rotary_factor), and model.use_liger=true would rotate all"
+    elif activation not in ("silu", "swish"):
+        problem = f"has the activation {activation} (hidden_act), and model.use_liger=true would compute silu"
+    elif settings.get("mlp_bias"):
+        problem = "has biases in its MLPs (mlp_bias), which model.use_liger=true would leave out"
+    if problem is not None:
+        raise UserError(f"{key} {path} {problem}: remove model.use_liger, or use another model")
+
+
+def refuse_unsplittable(key: str, path: str, settings: Mapping[str, Any], size: int) -> None:
+    """Raise UserError if ranks cannot share the rows of a model.
+
+    Args:
+        key: the option that names `path`, for the error.
+        settings: of the model, as in its config.json.
+        size: trainer.sequence_parallel.
+    """
+    if size == 1:
+        return
+    settings = _text_settings(settings)
+    heads = settings.get("num_attention_heads")
+    if isinstance(heads, int) and heads > 0 and heads % size:
+        divisors = ", ".join(str(number) for number in range(1, heads + 1) if heads % number == 0)
+        raise UserError(
+            f"trainer.sequence_parallel={size} does not divide the {heads} query heads of {key} {path}: use one of "
+            f"{divisors}"
+        )
+    if found := set(_rotary_types(settings)) & set(_OF_WHOLE_ROWS):
+        raise UserError(
+            f"trainer.sequence_parallel={size}: the rotary embedding of {key} {path} is of type {found.pop()}, which "
+            "depends on the longest sample of a row and cannot be computed for a slice: use "
+            "trainer.sequence_parallel=1, or another model"
+        )
+
+
+def refuse_unsplittable_engine(key: str, path: str, settings: Mapping[str, Any], size: int) -> None:
+    """Raise UserError if vLLM cannot split a model over the GPUs of an engine.
+
+    Args:
+        key: the option that names `path`, for the error.
+        settings: of the model, as in its config.json.
+        size: rollout.tensor_parallel_size.
+    """
+    parts = dict(_parts_of_engine(_text_settings(settings)))
+    if odd := [f"{number:,} {name}" for name, number in parts.items() if not _splits(name, number, size)]:
+        sizes = range(1, max(size, 8) + 1)
+        fitting = [each for each in sizes if all(_splits(name, number, each) for name, number in parts.items())]
+        raise UserError(
+            f"rollout.tensor_parallel_size={size} does not divide the {' and the '.join(odd)} of {key} {path}: use one "
+            f"of {', '.join(map(str, fitting))}"
+        )
+
+
+def _parts_of_engine(settings: Mapping[str, Any]) -> Iterator[tuple[str, int]]:
+    """Yield what vLLM divides among the GPUs of an engine, with its number.
+
+    Sources: `verify_with_parallel_config` in vllm/config/model.py, and the assertions on tp_size in
+    vllm/model_executor: layers/linear.py, layers/vocab_parallel_embedding.py, layers/fused_moe/config.py.
+    """
+    names = {"query heads": "num_attention_heads"}
+    if "kv_lora_rank" not in settings:  # multi-head latent attention gives every GPU all keys
+        names[_KEY_HEADS] = "num_key_value_heads"
+    dense_layers = ("mlp_only_layers", "first_k_dense_replace")
+    has_dense = any(settings.get(key) for key in dense_layers) or settings.get("decoder_sparse_step", 1) != 1
+    if has_dense or "moe_intermediate_size" not in settings:
+        names["inner dimensions of an MLP"] = "intermediate_size"
+    names["inner dimensions of an expert"] = "moe_intermediate_size"
+    names["inner dimensions of the shared expert"] = "shared_expert_intermediate_size"
+    for name, key in names.items():
+        number = settings.get(key)
+        if isinstance(number, int) and number > 0:
+            yield name, number
+    vocabulary = settings.get("vocab_size")
+    if isinstance(vocabulary, int):
+        yield "padded rows of the vocabulary", -(-vocabulary // VOCABULARY_BLOCK) * VOCABULARY_BLOCK
+
+
+def _splits(name: str, number: int, size: int) -> bool:
+    """Return whether GPUs can share a part of a model. If there are fewer key heads than GPUs, key heads are copied."""
+    return number % size == 0 or (name == _KEY_HEADS and size % number == 0)
+
+
+def _rotated_part(settings: Mapping[str, Any]) -> float:
+    """Return the part of each attention head that the rotary embedding of a model changes."""
+    tables = (settings, settings.get("rope_parameters"), settings.get("rope_scaling"))
+    found = (table.get("partial_rotary_factor") for table in tables if isinstance(table, Mapping))
+    return min((float(part) for part in found if part is not None), default=1.0)
+
+
+def _text_settings(settings: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the settings of the language model in a model that reads images too."""
+    inner = settings.get("text_config")
+    return inner if isinstance(inner, Mapping) else settings
+
+
+def depends_on_rows(settings: Mapping[str, Any]) -> bool:
+    """Return whether the rotary embedding of a model depends on the longest sample of a row.
+
+    Args:
+        settings: of the model, as in its config.json.
+    """
+    return bool(set(_rotary_types(settings)) & set(_OF_WHOLE_ROWS))
+
+
+def _rotary_types(settings: Mapping[str, Any]) -> Iterator[str]:
+    """Yield the types of rotary embedding of a model, which may have one for each type of layer."""
+    for name in ("rope_parameters", "rope_scaling"):
+        if isinstance(found := settings.get(name), Mapping):
+            each = [found, *(one for one in found.values() if isinstance(one, Mapping))]
+            yield from (str(one.get("rope_type", one.get("type"))) for one in each)

@@ -1,0 +1,96 @@
+from __future__ import annotations
+
+import json
+import struct
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hpc_rl.errors import UserError
+from hpc_rl.formats.model_kind import refuse_quantised, refuse_without_liger
+
+LLAMA = {"model_type": "llama", "hidden_act": "silu", "mlp_bias": False}
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"model_type": "gemma2"}, r"is of type gemma2, which model\.use_liger=true does not support \(exaone4, "),
+        (
+            {"partial_rotary_factor": 0.75},
+            r"rotates 0\.75 of each head \(partial_rotary_factor\), and model\.use_liger",
+        ),
+        ({"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}}, r"rotates 0\.5 of each head"),
+        (
+            {"hidden_act": "relu"},
+            r"has the activation relu \(hidden_act\), and model\.use_liger=true would compute silu",
+        ),
+        ({"mlp_bias": True}, r"has biases in its MLPs \(mlp_bias\), which model\.use_liger=true would leave out"),
+    ],
+)
+def test_models_that_ligers_kernels_would_change_are_refused(settings: dict[str, Any], message: str) -> None:
+    for given in ({**LLAMA, **settings}, {"text_config": {**LLAMA, **settings}}):
+        with pytest.raises(UserError, match=rf"^model\.path /m {message}.*: remove model\.use_liger, or use another"):
+            refuse_without_liger("model.path", "/m", given)
+
+
+def test_models_that_ligers_kernels_compute_are_accepted() -> None:
+    refuse_without_liger("model.path", "/m", LLAMA)
+    rotary = {"rope_parameters": {"partial_rotary_factor": 1.0, "rope_theta": 1e4}, "rope_scaling": None}
+    refuse_without_liger("model.path", "/m", {"model_type": "phi3", "partial_rotary_factor": 1.0, **rotary})
+    refuse_without_liger("model.path", "/m", {**LLAMA, "hidden_act": "swish"})
+
+
+def _refuse_quantised(folder: Path) -> None:
+    files = {file.name: file for file in folder.iterdir()}
+    refuse_quantised("model.path", "/m", files.get, lambda: folder.glob("*.safetensors"))
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        (
+            "config.json",
+            {"quantization_config": {"quant_method": "fp8"}},
+            r"config\.json has quantization_config \(fp8\)",
+        ),
+        (
+            "config.json",
+            {"quantization_config": {"quant_method": "modelopt", "quant_algo": "NVFP4"}},
+            r"modelopt.*NVFP4",
+        ),
+        ("hf_quant_config.json", {"quantization": {"quant_algo": "FP8"}}, r"hf_quant_config\.json .*\(FP8\)"),
+        ("quantize_config.json", {"bits": 4, "group_size": 128}, r"quantize_config\.json has bits"),
+        ("quant_config.json", {"w_bit": 4}, r"quant_config\.json has w_bit"),
+    ],
+)
+def test_quantised_weights_are_refused(tmp_path: Path, name: str, content: dict[str, Any], message: str) -> None:
+    (tmp_path / name).write_text(json.dumps(content))
+    with pytest.raises(UserError, match=rf"model\.path /m has quantised weights, .*{message}.*; name the model from"):
+        _refuse_quantised(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype", "shape", "is_quantised"),
+    [
+        ("layers.0.q_proj.weight", "F8_E4M3", [2, 2], True),
+        ("layers.0.q_proj.weight", "I8", [2, 2], True),
+        ("layers.0.q_proj.qweight", "I32", [2, 2], True),
+        ("layers.0.q_proj.weight", "U8", [8, 1], True),
+        ("layers.0.q_proj.weight", "BF16", [2, 2], False),
+        ("layers.0.q_proj.weight", "F32", [2, 2], False),
+        ("layers.0.attn.bias", "U8", [1, 1, 4, 4], False),
+        ("layers.0.steps.weight", "I64", [1], False),
+    ],
+)
+def test_types_of_weights_show_quantisation(
+    tmp_path: Path, name: str, dtype: str, shape: list[int], is_quantised: bool
+) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    header = json.dumps({name: {"dtype": dtype, "shape": shape, "data_offsets": [0, 8]}}).encode()
+    (tmp_path / "model.safetensors").write_bytes(struct.pack("<Q", len(header)) + header + bytes(8))
+    if not is_quantised:
+        return _refuse_quantised(tmp_path)
+    with pytest.raises(UserError, match=f"{name} has the type {dtype}"):
+        _refuse_quantised(tmp_path)
