@@ -27,7 +27,7 @@ from hpc_rl.system.ownership import foreign_entry, open_own, weakness
 ENV_RUN_DIR = "HPC_RL_RUN_DIR"
 ENV_ATTEMPT_DIR = "HPC_RL_ATTEMPT_DIR"
 ENV_GROUP_DIR = "HPC_RL_GROUP_DIR"
-"""Variable with the private folder in which the ranks of a process group meet: hpc_rl/training/parallel/rendezvous.py."""
+"""Variable with the private folder in which the ranks of a process group meet (training/parallel/rendezvous.py)."""
 WALLTIME, REQUEUE, PREEMPTION = "walltime", "requeue", "preemption"
 """Reasons in the stop file after which the job script queues the job again, once the run has saved."""
 SHARED_MODE = 0o2750
