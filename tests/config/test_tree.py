@@ -13,8 +13,8 @@ from hpc_rl.config.tree import read_options, read_tree
 from hpc_rl.errors import UserError
 from hpc_rl.run_dir import RunDir
 from hpc_rl.submission.job import Job
+from hpc_rl.submission.script import render as scripts
 from hpc_rl.submission.script.render import render
-from hpc_rl.submission.script.render import render as scripts
 from tests.security.strangers import bomb
 
 

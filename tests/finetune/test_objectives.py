@@ -14,7 +14,6 @@ from hpc_rl.data.sft_dataset import Sample
 from hpc_rl.finetune.base import Work
 from hpc_rl.finetune.sft import Sft
 from hpc_rl.finetune.trainer import perf_metrics
-from hpc_rl.training.checkpoints.checkpoint import due
 from hpc_rl.training.models.attention.packed_attention import attention_kwargs
 from hpc_rl.training.models.causal_lm import CausalLM, Flops, load_model
 from hpc_rl.training.parallel.distributed import World
@@ -76,8 +75,3 @@ def test_the_utilisation_compares_with_the_peak_of_all_ranks(monkeypatch: pytest
     # 6 tokens * 3 + 3 targets * 5 + (16 + 4) squared tokens * 7 = 173 operations
     metrics = perf_metrics(Work.of(sizes_of(SAMPLES)), clock, Flops(3, 5, 7), World(0, 4, torch.device("cpu")))
     assert metrics["perf/mfu"] == pytest.approx(173 / 2 / 4 / 10)
-
-
-@pytest.mark.parametrize(("step", "every", "expected"), [(6, 3, True), (7, 3, False), (5, 0, False), (1, 1, True)])
-def test_due(step: int, every: int, expected: bool) -> None:
-    assert due(step, every) is expected

@@ -21,7 +21,7 @@ from hpc_rl.data.reading.rows import to_messages
 from hpc_rl.data.reading.shapes import SHAPES, shape_of
 from hpc_rl.errors import UserError
 
-PAGE = Path(__file__).parents[2] / "docs" / "sft.md"
+PAGE = Path(__file__).parents[3] / "docs" / "sft.md"
 
 
 def user(text: str) -> dict[str, Any]:

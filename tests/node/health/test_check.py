@@ -12,7 +12,7 @@ from hpc_rl.formats.node_report import NodeReport, Trial, report_path
 from hpc_rl.node.health.facts import read_kfd, read_links, read_nvidia
 from hpc_rl.node.health.trials import last_words
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 BARE_PYTHON = Path(sys.base_prefix) / "bin" / "python3"
 
 

@@ -12,7 +12,7 @@ from hpc_rl.node.health import train as doctor_train
 from hpc_rl.node.health.train import Node, entry, follow, lead, settle
 from hpc_rl.slurm.allocation import Allocation
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 OPTIONS = argparse.Namespace(device="cpu", processes=1, start_timeout=600, interface=None, first_port=None)
 
 

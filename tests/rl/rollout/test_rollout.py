@@ -19,7 +19,7 @@ from hpc_rl.rl.actors.pools import Node, Pool, Slot
 from hpc_rl.rl.rollout import request_queue, rollout
 from hpc_rl.rl.rollout.engine import Placement
 from hpc_rl.rl.rollout.rollout import InProcessRollout, SeparateRollout, engine_slots
-from hpc_rl.rl.rollout.vllm.engine import adapters as vllm_adapters
+from hpc_rl.rl.rollout.vllm import adapters as vllm_adapters
 from hpc_rl.rl.weights.base import EngineActors
 from hpc_rl.system.accelerators import ENV_RAY_HIDES
 from tests.rl.ppo_config import ppo_config

@@ -23,10 +23,10 @@ import hpc_rl
 from hpc_rl.config.rl.engines import ENGINES
 from hpc_rl.formats.peft_folder import new_config
 from hpc_rl.rl.rollout.engine import Placement, Request, Sampling, Span
+from hpc_rl.rl.rollout.vllm import adapters as vllm_adapters
+from hpc_rl.rl.rollout.vllm import engine as engine_module
+from hpc_rl.rl.rollout.vllm import processes as vllm_processes
 from hpc_rl.rl.rollout.vllm.engine import PARTS
-from hpc_rl.rl.rollout.vllm.engine import adapters as vllm_adapters
-from hpc_rl.rl.rollout.vllm.engine import engine as engine_module
-from hpc_rl.rl.rollout.vllm.engine import processes as vllm_processes
 from hpc_rl.rl.rollout.vllm.worker import WeightUpdates
 from hpc_rl.rl.weights.buckets import pack
 from tests.rl.vllm_contract.pretend import make_engine

@@ -26,7 +26,7 @@ from hpc_rl.submission.series.sweep import array_script
 from tests.helpers import write_python_program
 from tests.small_disk import needs_root, small_disk
 
-GOLDEN = Path(__file__).parents[1] / "golden"
+GOLDEN = Path(__file__).parents[2] / "golden"
 NASTY = "a b'c\"d$HOME`id`;e\\f\n#SBATCH --uid=0\n!{x}*?~%j\té"
 # Shrinking a failure would run bash and shellcheck for minutes.
 QUICK = (Phase.explicit, Phase.reuse, Phase.generate)

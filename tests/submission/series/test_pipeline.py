@@ -220,7 +220,7 @@ def test_a_local_pipeline_waits_for_no_job(file: str) -> None:
         pipeline.plan(Asked(file, ["model=model"], after="7", local=True))
 
 
-PAGE = Path(__file__).parents[2] / "docs" / "pipelines.md"
+PAGE = Path(__file__).parents[3] / "docs" / "pipelines.md"
 FILES = re.findall(r"^```yaml\n(.*?)^```$", PAGE.read_text(), re.MULTILINE | re.DOTALL)
 
 

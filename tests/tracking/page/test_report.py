@@ -15,13 +15,14 @@ from hpc_rl.config.tree import flat
 from hpc_rl.errors import UserError
 from hpc_rl.run_dir import RunDir
 from hpc_rl.tracking.history import History
+from hpc_rl.tracking.page import report
 from hpc_rl.tracking.page.plot import MOST_BINS
 from hpc_rl.tracking.page.report import UPLOT, failure_reported, render_page, report_end, write_page
 from hpc_rl.tracking.recorded import Recorded, differences, read_run
 from hpc_rl.tracking.timeline import COLOURS
 from tests.tracking.runs import HOSTILE, PPO, SFT, make_run
 
-PAGE = Path(__file__).parents[2] / "hpc_rl" / "tracking" / "page"
+PAGE = Path(report.__file__).parent
 STYLE = PAGE / "style.css"
 
 

@@ -15,8 +15,8 @@ import torch
 
 from hpc_rl.errors import RunError, UserError
 from hpc_rl.rl.rollout.engine import Completion, Request, Sampling, Span, complete
+from hpc_rl.rl.rollout.sglang import engine as sglang
 from hpc_rl.rl.rollout.sglang.engine import SglangEngine, _Running, joined, request_body
-from hpc_rl.rl.rollout.sglang.engine import engine as sglang
 from hpc_rl.rl.weights.base import WeightReceiver, receiver_of
 from hpc_rl.rl.weights.buckets import pack
 from hpc_rl.training.models.causal_lm import CausalLM

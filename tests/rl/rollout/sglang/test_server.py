@@ -17,9 +17,9 @@ import pytest
 from hpc_rl.errors import RunError
 from hpc_rl.rl.rollout.engine import Placement, Sampling, complete
 from hpc_rl.rl.rollout.http_calls import HttpClient
+from hpc_rl.rl.rollout.sglang import engine as sglang
+from hpc_rl.rl.rollout.sglang import server as sglang_server
 from hpc_rl.rl.rollout.sglang.engine import SglangEngine, server_settings
-from hpc_rl.rl.rollout.sglang.engine import engine as sglang
-from hpc_rl.rl.rollout.sglang.engine import server as sglang_server
 from tests.rl.ppo_config import ppo_config
 from tests.rl.rollout.sglang_engine import SERVERS, make_model, respond, started
 from tests.rl.rollout.tiny_engine import prompts
