@@ -109,7 +109,6 @@ class EnvironmentPool(Environments):
         return worker.submit(number, request)
 
     def close(self) -> None:
-        """See Environments."""
         if self._closed:
             return
         self._closed = True

@@ -50,11 +50,9 @@ class Scorer(Protocol):
 
     def score(self, prompts: Sequence[Prompt], responses: Sequence[str]) -> Scores:
         """Score responses[i] as an answer to prompts[i]. Failures are logged and counted, and never raised."""
-        ...
 
     def close(self) -> None:
         """End the processes or threads that score."""
-        ...
 
 
 def open_scorer(config: OptionalRewardConfig) -> Scorer:
@@ -84,7 +82,6 @@ class InDriverScorer:
         self._function = importlib.import_module(REWARDS[function].module).score
 
     def score(self, prompts: Sequence[Prompt], responses: Sequence[str]) -> Scores:
-        """See Scorer."""
         results = [self._result(prompt, response) for prompt, response in zip(prompts, responses, strict=True)]
         return to_scores(results, responses, self._config)
 
@@ -107,12 +104,10 @@ class ProcessScorer:
         self._processes = RewardProcesses([(function, config.kwargs)], config.workers, config.timeout_s)
 
     def score(self, prompts: Sequence[Prompt], responses: Sequence[str]) -> Scores:
-        """See Scorer."""
         (results,) = _of_each_function(self._processes, prompts, responses)
         return to_scores(results, responses, self._config)
 
     def close(self) -> None:
-        """See Scorer."""
         self._processes.close()
 
 
@@ -125,7 +120,6 @@ class HttpScorer:
         self._endpoint = Endpoint(url, config.timeout_s, config.workers)
 
     def score(self, prompts: Sequence[Prompt], responses: Sequence[str]) -> Scores:
-        """See Scorer."""
         bodies = [
             {**self._kwargs, "prompt": prompt.text, "response": response, "answer": prompt.answer}
             for prompt, response in zip(prompts, responses, strict=True)
@@ -133,7 +127,6 @@ class HttpScorer:
         return to_scores(self._endpoint.results(bodies), responses, self._config)
 
     def close(self) -> None:
-        """See Scorer."""
         self._endpoint.close()
 
 
@@ -163,7 +156,6 @@ class WeightedScorer:
         return weighted_sum({name: found[name] for name in self._config.functions}, self._weights, self._config)
 
     def close(self) -> None:
-        """See Scorer."""
         if self._processes is not None:
             self._processes.close()
 

@@ -31,7 +31,6 @@ class Parcel(Protocol[T_co]):
 
     def open(self) -> T_co:
         """Return the content, on the rank."""
-        ...
 
 
 class Reply(Protocol):
@@ -39,7 +38,6 @@ class Reply(Protocol):
 
     def send(self, column_N: NDArray[np.float32]) -> NDArray[np.float32] | None:
         """Return what the call returns to the driver; None if the column stays with the carrier."""
-        ...
 
 
 @dataclass(frozen=True)

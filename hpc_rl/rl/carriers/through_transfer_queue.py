@@ -120,7 +120,6 @@ class TransferQueueCarrier(Carrier):
         return [StoredColumns(self._server.connection, self._partition, fields, order) for order in deal.orders]
 
     def kept(self, deal: Deal, lengths_B: torch.Tensor) -> tuple[list[Reply], Kept] | None:
-        """See Carrier."""
         field, lengths = self._new_field("kept"), lengths_B.numpy()
         replies: list[Reply] = []
         for rank, order in enumerate(deal.orders):
@@ -129,18 +128,15 @@ class TransferQueueCarrier(Carrier):
         return replies, Kept(field)
 
     def clear(self) -> None:
-        """See Carrier."""
         if self._fields or self._has_rows:
             self._client.clear(self._partition)
         self._step, self._fields, self._has_rows = self._step + 1, 0, False
 
     @property
     def watched(self) -> Sequence[ActorCall]:
-        """See Carrier."""
         return self._server.watched
 
     def close(self) -> None:
-        """See Carrier."""
         self._client.close()
         self._server.close()
 

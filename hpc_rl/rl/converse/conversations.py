@@ -55,7 +55,6 @@ class Conversations(Respondent):
         """Number of conversations that have started and not ended, by wave."""
 
     def ask(self, prompt: Prompt, draws: Samplings, wave: int = 0) -> Siblings:
-        """See Respondent."""
         siblings = Siblings(len(draws))
         self._asked += 1
         heapq.heappush(self._waiting, _Group(wave, -len(prompt.token_ids), self._asked, prompt, draws, siblings))
@@ -185,7 +184,6 @@ class _EnvironmentPartner(Partner):
             self.messages = [*messages]
 
     async def answer(self, turn: Completion) -> bool:
-        """See Partner."""
         text = self.environment.text(turn)
         self.messages.append({"role": "assistant", "content": text})
         if self.error is not None or not turn.finished:
@@ -206,7 +204,6 @@ class _EnvironmentPartner(Partner):
         return True
 
     async def end(self) -> Conversed:
-        """See Partner."""
         outcome = await asyncio.wrap_future(self.talk.finish())
         if self.error is not None:
             outcome = Outcome(None, error=self.error)

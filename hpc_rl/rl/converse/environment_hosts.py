@@ -152,7 +152,6 @@ class EnvironmentFleet(Environments):
         return min(left, key=lambda each: (each.is_doubted, each.load))
 
     def close(self) -> None:
-        """See Environments."""
         if self._closed:
             return
         self._closed = True

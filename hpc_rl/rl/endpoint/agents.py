@@ -77,7 +77,6 @@ class Agents(Respondent):
         print(f"agents: {self.endpoint.base_url}; {run.endpoint} has the key", flush=True)
 
     def ask(self, prompt: Prompt, draws: Samplings, wave: int = 0) -> Siblings:
-        """See Respondent."""
         messages, _ = to_prompt(prompt.row, self._config.data, "the data")
         siblings = Siblings(len(draws))
         for index, (seed, sampling) in enumerate(draws):

@@ -74,12 +74,10 @@ class Session(Partner):
         return self.is_busy
 
     async def answer(self, turn: Completion) -> bool:
-        """See Partner."""
         self.sessions.hear(self, turn)
         return self.outcome is None and await self.next()
 
     async def end(self) -> Conversed:
-        """See Partner."""
         assert self.turn is not None and self.outcome is not None
         finished = self.turn.finished and not self.is_full and self.outcome.error is None
         return self.transcript.joined(finished, self.outcome, self.earlier, self.calls, self.bad_calls)

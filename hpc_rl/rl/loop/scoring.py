@@ -41,7 +41,6 @@ class Scoring(Protocol):
     @property
     def at_once(self) -> bool:
         """Whether to score responses while others are generated, rather than all together."""
-        ...
 
     def start(
         self, prompts: Sequence[Prompt], completions: Sequence[Completion], texts: Sequence[str] | None = None
@@ -51,15 +50,12 @@ class Scoring(Protocol):
         Args:
             texts: the completions as text, if they are decoded already.
         """
-        ...
 
     def take_spans(self) -> dict[str, list[Span]]:
         """Return when it scored since the last call; see Spans.take."""
-        ...
 
     def close(self) -> None:
         """End the processes and threads that score."""
-        ...
 
 
 class FunctionScoring:
@@ -76,16 +72,13 @@ class FunctionScoring:
     def start(
         self, prompts: Sequence[Prompt], completions: Sequence[Completion], texts: Sequence[str] | None = None
     ) -> Pending[Scores]:
-        """See Scoring."""
         texts = response_texts(self._tokenizer, completions) if texts is None else texts
         return Pending.of_future(self._threads.submit(self._score, prompts, texts), "the reward")
 
     def take_spans(self) -> dict[str, list[Span]]:
-        """See Scoring."""
         return self._spans.take()
 
     def close(self) -> None:
-        """See Scoring."""
         self._threads.shutdown(wait=False, cancel_futures=True)
         self._scorer.close()
 
@@ -106,12 +99,10 @@ class ModelScoring:
     def start(
         self, prompts: Sequence[Prompt], completions: Sequence[Completion], texts: Sequence[str] | None = None
     ) -> Pending[Scores]:
-        """See Scoring."""
         experience = new_experience([p.token_ids for p in prompts], range(len(prompts)), completions)
         return self._group.reward_scores(experience).then(self._checked)
 
     def take_spans(self) -> dict[str, list[Span]]:
-        """See Scoring."""
         return self._group.take_spans().wait()
 
     def close(self) -> None:
@@ -131,7 +122,6 @@ class Converses(Protocol):
 
     def close(self) -> None:
         """End it, with its processes."""
-        ...
 
 
 class EnvironmentScoring:
@@ -160,13 +150,11 @@ class EnvironmentScoring:
 
     @property
     def at_once(self) -> bool:
-        """See Scoring."""
         return self._other is None or self._other.at_once
 
     def start(
         self, prompts: Sequence[Prompt], completions: Sequence[Completion], texts: Sequence[str] | None = None
     ) -> Pending[Scores]:
-        """See Scoring."""
         own = self._own([one for one in completions if isinstance(one, Conversed)])
         if self._other is None:
             return Pending.known(added_scores(own, None, self._config))
@@ -174,11 +162,9 @@ class EnvironmentScoring:
         return self._other.start(prompts, completions, last).then(partial(added_scores, own, config=self._config))
 
     def take_spans(self) -> dict[str, list[Span]]:
-        """See Scoring."""
         return {} if self._other is None else self._other.take_spans()
 
     def close(self) -> None:
-        """See Scoring."""
         if self._other is not None:
             self._other.close()
         self._environment.close()
@@ -227,11 +213,9 @@ class NoScoring:
     def start(
         self, prompts: Sequence[Prompt], completions: Sequence[Completion], texts: Sequence[str] | None = None
     ) -> Pending[Scores]:
-        """See Scoring."""
         return Pending.known(Scores(np.zeros(len(completions), np.float32), []))
 
     def take_spans(self) -> dict[str, list[Span]]:
-        """See Scoring."""
         return {}
 
     def close(self) -> None:

@@ -98,7 +98,6 @@ class RolloutEngine(Protocol):
         Raises:
             UserError: the engine cannot generate a response of this length.
         """
-        ...
 
     def advance(self, slice_s: float, version: int) -> list[tuple[int, Completion]]:
         """Generate for this many seconds, or until no request is left, and return the responses that are complete, each
@@ -108,31 +107,25 @@ class RolloutEngine(Protocol):
             version: number of weight updates so far. If it has changed, the weights may have: responses that are not
                 complete continue with the new ones, as if these had computed prompt and response from the beginning.
         """
-        ...
 
     @property
     def running(self) -> int:
         """Number of requests that are not complete."""
-        ...
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Copy new weights, by their Hugging Face names, into the model. A call may bring only some of the weights."""
-        ...
 
     def sleep(self) -> None:
         """Release as much of the device's memory as possible until `wake`.
 
         The weights may be lost: an engine that has slept receives new ones before it generates again.
         """
-        ...
 
     def wake(self) -> None:
         """Take back the memory that `sleep` released."""
-        ...
 
     def close(self) -> None:
         """End the processes that the engine has started."""
-        ...
 
 
 class Progress(NamedTuple):
@@ -203,7 +196,6 @@ class Loader(Protocol):
         Raises:
             UserError: a package is missing, or the engine refuses the configuration.
         """
-        ...
 
 
 def load_engine(config: EngineJob, placement: Placement, policy: CausalLM | None = None) -> RolloutEngine:

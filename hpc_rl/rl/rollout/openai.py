@@ -127,7 +127,6 @@ class OpenaiEngine:
 
     @property
     def running(self) -> int:
-        """See RolloutEngine."""
         return len(self._waiting) + len(self._calls)
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:

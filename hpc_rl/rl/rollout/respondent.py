@@ -21,11 +21,9 @@ class Responses(Protocol):
     @property
     def is_complete(self) -> bool:
         """Whether there are all responses."""
-        ...
 
     def completions(self) -> list[Completion]:
         """Return the responses in the order in which they were requested."""
-        ...
 
 
 class Respondent(Protocol):
@@ -36,7 +34,6 @@ class Respondent(Protocol):
 
     def ask(self, prompt: Prompt, draws: Samplings, wave: int = 0) -> Responses:
         """Request responses to one prompt. Prompts of a smaller wave go first."""
-        ...
 
     def turn(self, timeout_s: float) -> None:
         """Let the engines generate until they have completed something, at most this long.
@@ -46,11 +43,9 @@ class Respondent(Protocol):
             RunError: too many engines have died, one takes too long to start, or what converses with the model cannot
                 go on.
         """
-        ...
 
     def pause(self) -> None:
         """Wait until no engine generates. What is not complete stays where it is."""
-        ...
 
     def wait(self, asked: Sequence[Responses]) -> None:
         """Wait until all these responses of its own are complete. See `turn`."""

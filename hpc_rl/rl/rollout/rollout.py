@@ -63,32 +63,25 @@ class Rollout(Protocol):
     @property
     def queue(self) -> RequestQueue:
         """What the engines generate."""
-        ...
 
     def wait_before_workers(self, timeout_s: float) -> None:
         """Wait for engines that have to start before the workers load their models, and put them to sleep."""
-        ...
 
     def wait_until_ready(self, timeout_s: float) -> None:
         """Wait until all engines have started and can receive weights."""
-        ...
 
     def sync(self) -> None:
         """Give the engines the policy's weights. Meanwhile they do not generate. An engine that loads its model in the
         place of another does not delay the others, and gets weights with a later sync."""
-        ...
 
     def sleep(self) -> None:
         """Release GPU memory for training, if engines and trainer share GPUs."""
-        ...
 
     def wake(self) -> None:
         """Take the memory back, with the policy's weights. Nothing happens if the engines are awake."""
-        ...
 
     def close(self) -> None:
         """End the engines after a successful run."""
-        ...
 
 
 class InProcessRollout:

@@ -129,7 +129,6 @@ class SglangEngine:
 
     @property
     def running(self) -> int:
-        """See RolloutEngine."""
         return len(self._waiting) + len(self._sent) + len(self._ended)
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:

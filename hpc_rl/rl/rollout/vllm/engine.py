@@ -119,7 +119,6 @@ class VllmEngine:
         self.watch = WorkerWatch(self._llm.llm_engine.model_executor, log)
 
     def add(self, requests: Sequence[Request]) -> None:
-        """See RolloutEngine."""
         from vllm import TokensPrompt
 
         for request in requests:
@@ -134,7 +133,6 @@ class VllmEngine:
 
     @ends_with_workers
     def advance(self, slice_s: float, version: int) -> list[tuple[int, Completion]]:
-        """See RolloutEngine."""
         self._note_version(version)
         ends_at = time.monotonic() + slice_s
         completed: list[tuple[int, Completion]] = []
@@ -149,7 +147,6 @@ class VllmEngine:
 
     @property
     def running(self) -> int:
-        """See RolloutEngine."""
         return len(self._running)
 
     def _note_version(self, version: int) -> None:
