@@ -1,8 +1,8 @@
 """A process that scores: python -P -m hpc_rl.rewards.worker FD, started and ended by hpc_rl.rewards.processes.
 
 FD is a socket. The process receives (spec, kwargs) of each function, loads the functions, and sends the names of the
-extra parameters that each one takes, or the UserError that loading raised. Then it receives lists of calls and sends
-the result of each call separately: if n results have arrived, call n is the one that is running.
+extra parameters that each one takes, or the UserError that loading raised. Then it receives calls, and sends the result
+of each.
 """
 
 from __future__ import annotations
@@ -69,11 +69,10 @@ def main(fd: int) -> None:
     connection.send([signature.extras(inspect.signature(function)) for function in functions])
     while True:
         try:
-            calls: list[Call] = connection.recv()
+            call: Call = connection.recv()
         except EOFError:
             return
-        for call in calls:
-            connection.send(tuple(result_of(functions, call)))
+        connection.send(tuple(result_of(functions, call)))
 
 
 if __name__ == "__main__":

@@ -8,20 +8,20 @@ from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import wait as wait_for
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from hpc_rl.config.rl.generate import GenerateConfig
 from hpc_rl.errors import EXIT_STOPPED, RunError
 from hpc_rl.liveness.heartbeat import heart
 from hpc_rl.rewards.scorer import Scores
-from hpc_rl.rl.generation.feeder import Feeder
 from hpc_rl.rl.generation.measures import REWARD_ERRORS, as_metrics, combined, measure
-from hpc_rl.rl.generation.plan import Block, Plan
+from hpc_rl.rl.generation.plan import Block, Plan, seeds_of
 from hpc_rl.rl.generation.responses import Measures, Parts, response_rows
 from hpc_rl.rl.loop.scoring import Scoring, last_turns
-from hpc_rl.rl.rollout.engine import Completion
+from hpc_rl.rl.rollout.engine import Completion, Sampling
 from hpc_rl.rl.rollout.request_queue import RequestQueue
+from hpc_rl.rl.rollout.respondent import Respondent, Responses
 from hpc_rl.tracking.tracker import Tracker
 from hpc_rl.training.stopping import Stopping
 
@@ -30,6 +30,9 @@ if TYPE_CHECKING:
 
 POLL_S = 0.5
 """Time between two looks at the stop file."""
+DEPTH = 3
+"""Blocks per engine: one whose last responses are generated, one that takes their places, and one for the time until
+the driver reacts."""
 MOST_SCORING = 16
 """Blocks that wait for their scores. If there are more, the engines wait: the reward is slower than they are."""
 MOST_FAILED = 1024
@@ -62,7 +65,11 @@ class Generation:
     parts: Parts
     queue: RequestQueue
     """The engines."""
-    feeder: Feeder
+    respondent: Respondent
+    """What they respond through."""
+    engines: int
+    """How many these are."""
+    sampling: Sampling
     scoring: Scoring | None
     tracker: Tracker
     stopping: Stopping
@@ -109,19 +116,40 @@ def generate(state: Generation) -> int:
 def _finish_blocks(state: Generation, finisher: ThreadPoolExecutor) -> bool:
     """Finish all blocks; return False if the run has to stop before."""
     waiting = deque(state.blocks)
+    generating: list[tuple[Block, list[Responses]]] = []
     scoring: deque[Future[BlockResult]] = deque()
-    while waiting or len(state.feeder) or scoring:
+    while waiting or generating or scoring:
         if state.stopping.due(0.0):
             return False
-        while waiting and state.feeder.has_room and len(scoring) < MOST_SCORING:
-            state.feeder.feed(waiting.popleft())
-        for block, completions in state.feeder.completed(POLL_S) if len(state.feeder) else []:
-            scoring.append(finisher.submit(finish_block, state, block, completions))
-        if not len(state.feeder) and scoring:
+        while waiting and len(generating) < DEPTH * state.engines and len(scoring) < MOST_SCORING:
+            generating.append(_request(state, waiting.popleft()))
+        if generating:
+            state.respondent.turn(POLL_S)
+        left = []
+        for block, asked in generating:
+            if all(responses.is_complete for responses in asked):
+                completions = [completion for responses in asked for completion in responses.completions()]
+                scoring.append(finisher.submit(finish_block, state, block, completions))
+            else:
+                left.append((block, asked))
+        generating = left
+        if not generating and scoring:
             _wait_for(scoring[0])
         while scoring and scoring[0].done():
             record(state, scoring.popleft().result())
     return True
+
+
+def _request(state: Generation, block: Block) -> tuple[Block, list[Responses]]:
+    """Request the responses of a block. Earlier blocks go first."""
+    block = replace(block, asked=list(block.asked))  # so that rows are read once
+    n, seeds = state.plan.n, seeds_of(block, state.plan)
+    return block, [
+        state.respondent.ask(
+            one.prompt, [(seed, state.sampling) for seed in seeds[index * n : (index + 1) * n]], block.number
+        )
+        for index, one in enumerate(block.asked)
+    ]
 
 
 @contextmanager

@@ -20,7 +20,6 @@ from hpc_rl.rl.actors.pools import create_pools
 from hpc_rl.rl.converse.conversations import Conversations
 from hpc_rl.rl.converse.environment import Environment
 from hpc_rl.rl.converse.environment_hosts import open_environments
-from hpc_rl.rl.generation.feeder import Feeder
 from hpc_rl.rl.generation.generate import Generation
 from hpc_rl.rl.generation.measures import combined
 from hpc_rl.rl.generation.plan import Plan, Source, blocks_of, make_plan
@@ -166,8 +165,6 @@ def open_generation(config: GenerateConfig, prepared: Prepared, workers: Workers
     rollout, engines, start_s = config.rollout, workers.fleet.engines, config.trainer.model_timeout_s
     queue = RequestQueue(engines, rollout.max_num_seqs, rollout.stall_s, start_s, workers.fleet.replace)
     environment = prepared.environment
-    respondent = Conversations(queue, environment, config) if environment else queue
-    sampling = Sampling(config.data.max_response_length, rollout.temperature, rollout.top_p, rollout.top_k)
     return Generation(
         config=config,
         tokenizer=prepared.tokenizer,
@@ -175,7 +172,9 @@ def open_generation(config: GenerateConfig, prepared: Prepared, workers: Workers
         blocks=[block for block in blocks_of(plan, prepared.sources) if block.number not in finished],
         parts=prepared.parts,
         queue=queue,
-        feeder=Feeder(respondent, len(engines.actors), plan, sampling),
+        respondent=Conversations(queue, environment, config) if environment else queue,
+        engines=len(engines.actors),
+        sampling=Sampling(config.data.max_response_length, rollout.temperature, rollout.top_p, rollout.top_k),
         scoring=open_scoring(config, workers.judges, prepared.tokenizer, environment),
         tracker=tracker,
         stopping=prepared.stopping,

@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import itertools
 import os
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NoReturn, Protocol
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import ray
 from ray.exceptions import RayTaskError
@@ -20,7 +21,7 @@ from hpc_rl.config.rl.ppo import PpoConfig
 from hpc_rl.config.rl.rollout import EngineJob, engine_spec
 from hpc_rl.errors import UserError
 from hpc_rl.formats.peft_folder import new_config
-from hpc_rl.rl.actors.calls import CALL_TIMEOUT_S, MODEL_LIMIT, ActorCall, Pending, wait_for_all
+from hpc_rl.rl.actors.calls import CALL_TIMEOUT_S, MODEL_LIMIT, ActorCall, wait_for_all
 from hpc_rl.rl.actors.fates import Actor, ActorDiedError
 from hpc_rl.rl.actors.pools import Pool, Slot
 from hpc_rl.rl.rollout.engine import Placement
@@ -32,6 +33,9 @@ from hpc_rl.software.environment import refuse_expandable_segments
 from hpc_rl.system.accelerators import ENV_RAY_HIDES
 from hpc_rl.training.models.lora import new_like
 
+if TYPE_CHECKING:
+    from hpc_rl.rl.workers.group import WorkerGroup
+
 CONTROL_TIMEOUT_S = 600
 """Longest time in which engines and workers release or take GPU memory; see also rollout.stall_s."""
 CLOSE_TIMEOUT_S = 30
@@ -41,68 +45,47 @@ SYNC_TIMEOUT_S = 900
 """Longest time for a weight sync: if an engine dies during one, the sender waits for it."""
 
 
-class PolicyWorkers(Protocol):
-    """The training workers of a pool (`hpc_rl.rl.workers.group.WorkerGroup`), as far as generation needs them."""
-
-    def engines(self) -> EngineActors: ...
-
-    def sync_engine(self) -> Pending[None]: ...
-
-    def sleep_engine(self) -> Pending[None]: ...
-
-    def connect_engines(self, engines: EngineActors, transfer: str) -> Pending[None]: ...
-
-    def send_weights(self) -> Pending[None]: ...
-
-    def free_cache(self) -> Pending[None]: ...
-
-
-class Rollout(Protocol):
+class Rollout(ABC):
     """All engines of a run. Between `sleep` and `wake` nothing is generated, and the queue is empty."""
 
-    @property
-    def queue(self) -> RequestQueue:
-        """What the engines generate."""
+    queue: RequestQueue
+    """What the engines generate."""
 
-    def wait_before_workers(self, timeout_s: float) -> None:
+    def wait_before_workers(self, timeout_s: float) -> None:  # noqa: B027  (only some have to)
         """Wait for engines that have to start before the workers load their models, and put them to sleep."""
 
-    def wait_until_ready(self, timeout_s: float) -> None:
+    def wait_until_ready(self, timeout_s: float) -> None:  # noqa: B027  (only some have to)
         """Wait until all engines have started and can receive weights."""
 
+    @abstractmethod
     def sync(self) -> None:
         """Give the engines the policy's weights. Meanwhile they do not generate. An engine that loads its model in the
         place of another does not delay the others, and gets weights with a later sync."""
 
+    @abstractmethod
     def sleep(self) -> None:
         """Release GPU memory for training, if engines and trainer share GPUs."""
 
-    def wake(self) -> None:
+    def wake(self) -> None:  # noqa: B027  (only some have to)
         """Take the memory back, with the policy's weights. Nothing happens if the engines are awake."""
 
-    def close(self) -> None:
+    def close(self) -> None:  # noqa: B027  (only some have to)
         """End the engines after a successful run."""
 
 
-class InProcessRollout:
-    """Engines in the policy's processes.
+class InProcessRollout(Rollout):
+    """Engines in the policy's processes. They start and end with their workers, and take memory when they generate.
 
     Args:
         workers: the policy's.
         frees_memory: whether `sleep` releases the engines' memory. On CPUs that costs more than it gains.
     """
 
-    def __init__(self, workers: PolicyWorkers, config: EngineJob, frees_memory: bool) -> None:
+    def __init__(self, workers: WorkerGroup, config: EngineJob, frees_memory: bool) -> None:
         self._workers = workers
         self._frees_memory = frees_memory
         places, limit_s = config.rollout.max_num_seqs, CALL_TIMEOUT_S
         self.queue = RequestQueue(workers.engines(), places, limit_s, limit_s, _no_other)
-
-    def wait_before_workers(self, timeout_s: float) -> None:
-        """Return at once: the engines start with their workers."""
-
-    def wait_until_ready(self, timeout_s: float) -> None:
-        """Return at once: the engines start with their workers."""
 
     def sync(self) -> None:
         self._workers.sync_engine().wait()
@@ -112,19 +95,13 @@ class InProcessRollout:
         if self._frees_memory:
             self._workers.sleep_engine().wait()
 
-    def wake(self) -> None:
-        """Do nothing: an engine takes memory when it generates."""
-
-    def close(self) -> None:
-        """Do nothing: the engines end with their workers."""
-
 
 def _no_other(_engine: int, error: Exception) -> NoReturn:
     """Raise the error: the policy's process has died with its engine."""
     raise error
 
 
-class SeparateRollout:
+class SeparateRollout(Rollout):
     """Engines in separate processes, one on each `tensor_parallel_size` slots of a pool.
 
     Args:
@@ -139,8 +116,8 @@ class SeparateRollout:
         config: PpoConfig,
         pool: Pool,
         share: float,
-        policy: PolicyWorkers,
-        neighbours: PolicyWorkers | None,
+        policy: WorkerGroup,
+        neighbours: WorkerGroup | None,
         logs: Path,
     ) -> None:
         self._policy = policy

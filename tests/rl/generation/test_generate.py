@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -17,7 +18,7 @@ from hpc_rl.rl.actors.calls import Pending
 from hpc_rl.rl.generation import generate as loop
 from hpc_rl.rl.generation.generate import Generation, generate
 from hpc_rl.rl.generation.measures import combined, measure
-from hpc_rl.rl.generation.plan import Block, blocks_of, make_plan
+from hpc_rl.rl.generation.plan import blocks_of, make_plan
 from hpc_rl.rl.generation.responses import Parts, read_responses
 from hpc_rl.rl.loop.scoring import FunctionScoring
 from hpc_rl.rl.rollout.engine import Completion
@@ -28,28 +29,27 @@ Values = Callable[[int], float]
 """From the number of a call to the score of each of its responses; NaN if the reward fails."""
 
 
-class Feeder:
-    """Completes each block at once."""
-
-    has_room = True
+class Engines:
+    """Respond to prompts, in the order of their requests."""
 
     def __init__(self) -> None:
-        self.blocks: list[Block] = []
+        self.asked: list[SimpleNamespace] = []
         self.completes: list[int] = []
-        """Blocks that each call of `completed` returns; all if there is no such call any more. 0: an engine is dead."""
+        """Blocks of two prompts that each call of `turn` completes; all if there is no such call any more. 0: an engine
+        is dead."""
 
-    def __len__(self) -> int:
-        return len(self.blocks)
+    def ask(self, prompt: Prompt, draws: Sequence[Any], wave: int) -> SimpleNamespace:
+        found = completions(len(draws))
+        self.asked.append(SimpleNamespace(is_complete=False, completions=lambda: found))
+        return self.asked[-1]
 
-    def feed(self, block: Block) -> None:
-        self.blocks.append(block)
-
-    def completed(self, timeout_s: float) -> list[tuple[Block, list[Completion]]]:
-        count = self.completes.pop(0) if self.completes else len(self.blocks)
+    def turn(self, timeout_s: float) -> None:
+        count = 2 * self.completes.pop(0) if self.completes else len(self.asked)
         if not count:
             raise RunError("an engine is dead")
-        done, self.blocks = self.blocks[:count], self.blocks[count:]
-        return [(block, completions(len(block.asked))) for block in done]
+        for one in self.asked[:count]:
+            one.is_complete = True
+        del self.asked[:count]
 
 
 class Scoring:
@@ -126,11 +126,18 @@ def attempt(
     parts = Parts(RunDir(folder), plan)
     finished = parts.finished()
     left = [block for block in blocks_of(plan, given) if block.number not in finished]
-    others: Any = (Tokenizer(), Tracker(), Stopping(stops), Feeder(), None)
-    counts: Any = {"done": len(finished), "measures": combined(parts.measured())}
-    return Generation(
-        settings, others[0], plan, left, parts, others[4], others[3], scoring, others[1], others[2], **counts
-    )
+    others: Any = {
+        "tokenizer": Tokenizer(),
+        "queue": None,
+        "respondent": Engines(),
+        "engines": 1000,
+        "sampling": None,
+        "scoring": scoring,
+        "tracker": Tracker(),
+        "stopping": Stopping(stops),
+    }
+    counts = {"done": len(finished), "measures": combined(parts.measured())}
+    return Generation(config=settings, plan=plan, blocks=left, parts=parts, **others, **counts)
 
 
 def test_a_stop_does_not_wait_for_the_scores_of_a_block(tmp_path: Path) -> None:
@@ -143,7 +150,7 @@ def test_a_stop_does_not_wait_for_the_scores_of_a_block(tmp_path: Path) -> None:
 
 def test_an_error_of_an_engine_does_not_wait_for_the_scores_of_a_block(tmp_path: Path) -> None:
     state = attempt(tmp_path, Scoring(hangs_at=1))
-    state.feeder.completes = [2, 0]  # type: ignore[attr-defined]
+    state.respondent.completes = [2, 0]  # type: ignore[attr-defined]
     with pytest.raises(RunError, match="an engine is dead"):
         generate(state)
     assert not state.parts.finished() - {0}
@@ -206,7 +213,7 @@ def test_metrics_are_those_of_all_responses_of_all_attempts(tmp_path: Path) -> N
     scoring = Scoring(lambda number: [1.0, 0.5, np.nan][number], hangs_at=3)
     assert generate(attempt(tmp_path, scoring, stops=scoring.hangs.is_set)) == EXIT_STOPPED
     state = attempt(tmp_path, Scoring(lambda _: 0.25))
-    state.feeder.completes = [1] * len(state.blocks)  # type: ignore[attr-defined]
+    state.respondent.completes = [1] * len(state.blocks)  # type: ignore[attr-defined]
     assert len(state.blocks) == 1 and generate(state) == 0
     last = state.tracker.last  # type: ignore[attr-defined]
     rows = list(read_responses(RunDir(tmp_path).responses))
