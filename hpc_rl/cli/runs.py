@@ -245,10 +245,9 @@ def requeue(run: RunOrSweepArgument) -> None:
     """
     from hpc_rl.runs.run_sets import find_run_set
     from hpc_rl.runs.status import find_run
-    from hpc_rl.submission import requeue as again
+    from hpc_rl.submission.requeue import requeue as queue_again
 
-    several = find_run_set(run)
-    print(again.requeue_all(several) if several else again.requeue(find_run(run)))
+    print(queue_again(find_run_set(run) or find_run(run)))
 
 
 @app.command(context_settings={"allow_interspersed_args": False})

@@ -258,10 +258,11 @@ def test_slices_of_gpus_do_not_train_together(kind: str, gpu_type: str, gpus: in
     config = compose(kind, [], options)
     questions = list(checks.gpus(Job(kind, config, RunDir(Path("run").absolute()), Path.cwd(), ("x.py",))))
     if is_refused:
+        check, *arguments = questions[0]
         with pytest.raises(UserError, match=f"{gpu_type} is a slice of a GPU .MIG., and {gpus} processes of a node"):
-            questions[0].check(*questions[0].arguments)
+            check(*arguments)
     else:
-        assert [one.check(*one.arguments) for one in questions] in ([], [None])
+        assert [check(*arguments) for check, *arguments in questions] in ([], [None])
 
 
 @pytest.mark.parametrize("name", ["HF_TOKEN", "AWS_SESSION_TOKEN", "OPENAI_KEY", "hf_token", "MY_PASSWD"])

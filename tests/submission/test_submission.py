@@ -18,7 +18,7 @@ from hpc_rl.submission.job import Job
 from hpc_rl.submission.launch import prepare
 from hpc_rl.submission.preflight.checks import partition
 from hpc_rl.submission.request import Request
-from hpc_rl.submission.requeue import requeue, requeue_all
+from hpc_rl.submission.requeue import requeue
 from hpc_rl.submission.series import chain
 from tests.fake_slurm import calls, fake_slurm
 from tests.helpers import make_tiny_model
@@ -218,7 +218,7 @@ def test_a_sweep_with_edited_settings_is_not_requeued(tmp_path: Path) -> None:
     (attempt / "config.yaml").write_text("lr: 1\n")
     first.config.write_text("lr: 2\n")
     with pytest.raises(UserError, match=r"config\.yaml was edited after attempt-1"):
-        requeue_all(SweepDir(sweep))
+        requeue(SweepDir(sweep))
     assert [call.split()[0] for call in calls(tmp_path)].count("sbatch") == 1
 
 
@@ -284,7 +284,7 @@ def test_the_nodes_are_listed_once(tmp_path: Path, listing: Path, command: Seque
 @pytest.mark.usefixtures("listing")
 def test_the_nodes_are_listed_once_for_all_stages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def notes_on(jobs: Sequence[Job], _local: bool) -> list[str]:
-        return [str(question.check(*question.arguments)) for job in jobs for question in partition(job)]
+        return [str(check(*arguments)) for job in jobs for check, *arguments in partition(job)]
 
     monkeypatch.setattr(chain, "notes_on", notes_on)
     first = Request("sft", ("model.path=model", "data.train_files=x", "slurm.job_name=a"))
