@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from hpc_rl.cli.app import JsonOption, SiteOption, app, leave, note
-from hpc_rl.cli.paths import path
+from hpc_rl.cli.app import JsonOption, SiteOption, app, leave, note, path
 from hpc_rl.cli.submit import SlurmFlags, with_slurm_flags
 from hpc_rl.cli.text import explanation_text
 from hpc_rl.errors import UserError
@@ -119,7 +118,8 @@ def explain(
     Example: hpc-rl explain slurm-123.out
     """
     from hpc_rl.doctor import diagnosis
-    from hpc_rl.runs.status import CANCELLED, find_run, status_of
+    from hpc_rl.runs.finding import find_run
+    from hpc_rl.runs.status import CANCELLED, status_of
     from hpc_rl.slurm.states import never_starts
 
     if Path(target).is_file():

@@ -32,8 +32,8 @@ from hpc_rl.errors import UserError
 
 if TYPE_CHECKING:
     from hpc_rl.submission.job import Job
-    from hpc_rl.submission.request import Request
-    from hpc_rl.submission.series.pipeline import Plan
+    from hpc_rl.submission.request import JobRequest
+    from hpc_rl.submission.series.pipeline import PlannedPipeline
 
 
 @app.command(cls=CommandWithProgram)
@@ -163,7 +163,7 @@ def pipeline(
     if not dry_run and not local:
         queue.require_slurm()
     settings = {key: value for key, value in flags.settings().items() if key != "slurm.job_name"}
-    asked = pipelines.Asked(
+    asked = pipelines.PipelineRequest(
         name, words or (), settings, rounds, flags.job_name, flags.after, flags.site, local, tuple(sys.argv)
     )
     planned = pipelines.plan(asked)
@@ -181,7 +181,7 @@ def pipeline(
     print(f"  hpc-rl status {folder.name}\n  hpc-rl report {folder.name}")
 
 
-def _run_here_in_order(planned: Plan) -> int:
+def _run_here_in_order(planned: PlannedPipeline) -> int:
     """Run the unfinished stages of a pipeline on this machine; return the exit code of the first that fails, or 0."""
     from hpc_rl.runs.status import status_of
     from hpc_rl.submission import queue
@@ -224,7 +224,7 @@ def _split_stages(words: list[str]) -> list[list[str]]:
     return stages
 
 
-def _stage(words: list[str], local: bool) -> Request:
+def _stage(words: list[str], local: bool) -> JobRequest:
     """Parse the words of one stage with the parser of `submit`."""
     submit = typer.main.get_command(app).commands["submit"]  # type: ignore[attr-defined]
     context = submit.make_context("hpc-rl chain", list(words))

@@ -30,7 +30,7 @@ from hpc_rl.submission.job import Job
 from hpc_rl.submission.local import check_local, run_local
 from hpc_rl.submission.preflight.folders import check_run_dir
 from hpc_rl.submission.preflight.partition import ask_of, check_partition
-from hpc_rl.submission.request import Request, plan, reserve
+from hpc_rl.submission.request import JobRequest, plan, reserve
 from hpc_rl.submission.script.render import render
 from hpc_rl.system.files import read_end
 
@@ -92,7 +92,7 @@ def doctor_job(
     defaults = {**SHORT, "slurm.time": TRAIN_TIME, "ray.start_timeout_s": TRAIN_START_S} if trains else SHORT
     short = {key: value for key, value in defaults.items() if key not in named}
     settings = {**short, **settings, "trainer.nnodes": nodes}
-    request = Request(KIND, overrides, settings=settings, run_dir=run_dir, site=site, local=local)
+    request = JobRequest(KIND, overrides, settings=settings, run_dir=run_dir, site=site, local=local)
     planned = replace(plan(request), program=(TRAIN,) if trains else ())
     ask = None if local else ask_of(planned.config)
     if ask is not None:

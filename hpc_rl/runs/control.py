@@ -11,7 +11,9 @@ from pathlib import Path
 from hpc_rl.errors import EXIT_STOPPED, UserError
 from hpc_rl.formats.counted import counted
 from hpc_rl.run_dir import RunDir
-from hpc_rl.runs.status import ROOT, RunStatus, in_slurm, named_paths, place_of, process_alive, status_of, statuses_of
+from hpc_rl.runs.finding import named_paths
+from hpc_rl.runs.folders import ROOT
+from hpc_rl.runs.status import RunStatus, in_slurm, place_of, process_alive, status_of, statuses_of
 from hpc_rl.slurm import commands
 from hpc_rl.slurm.place import by_place
 from hpc_rl.system.files import write_atomically

@@ -47,7 +47,7 @@ def print_once(run: RunDir, explain: Explain) -> None:
     width, height = console.size if console.is_terminal else ONCE_SIZE
     if not console.is_terminal:
         console = Console(highlight=False, width=width, file=terminal(sys.stdout))
-    console.print(screen(Watched(run, explain).look(), width, height))
+    console.print(screen(WatchedRun(run, explain).look(), width, height))
 
 
 def watch(run: RunDir, explain: Explain) -> int:
@@ -65,7 +65,7 @@ def watch(run: RunDir, explain: Explain) -> int:
             f"watch needs a terminal: use hpc-rl watch {run.name} --once for the current state, or "
             f"hpc-rl logs -f {run.name} for the log"
         )
-    watched = Watched(run, explain)
+    watched = WatchedRun(run, explain)
     code = 0
     end_signs_of_life()
 
@@ -87,7 +87,7 @@ def watch(run: RunDir, explain: Explain) -> int:
     return code
 
 
-class Watched:
+class WatchedRun:
     """The state of a run, which is read repeatedly.
 
     Log and metrics are read at each look. Slurm is queried, and the files of all nodes are read, at growing intervals.

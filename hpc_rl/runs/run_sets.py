@@ -16,7 +16,8 @@ from hpc_rl.formats.counted import counted
 from hpc_rl.formats.typed_json import is_text
 from hpc_rl.run_dir import PIPELINE_MARK, SWEEP_MARK, RunDir
 from hpc_rl.runs import control
-from hpc_rl.runs.status import ROOT, RunStatus, is_pipeline, is_sweep, statuses_of
+from hpc_rl.runs.folders import ROOT, is_pipeline, is_sweep
+from hpc_rl.runs.status import RunStatus, statuses_of
 from hpc_rl.system.files import read_json
 from hpc_rl.tracking.recorded import STAGE
 

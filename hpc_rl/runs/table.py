@@ -12,8 +12,9 @@ from typing import Any
 from hpc_rl.config.tree import read_options
 from hpc_rl.errors import UserError
 from hpc_rl.run_dir import RunDir, ended_at
+from hpc_rl.runs.folders import ROOT, is_run, run_paths
 from hpc_rl.runs.run_sets import RunSet, find_run_set, run_set_in
-from hpc_rl.runs.status import ROOT, RunStatus, is_run, run_paths, statuses_of
+from hpc_rl.runs.status import RunStatus, statuses_of
 from hpc_rl.tracking.evaluations import data_names, model_names
 from hpc_rl.tracking.history import read_history
 

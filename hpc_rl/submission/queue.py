@@ -17,8 +17,7 @@ from hpc_rl.errors import UnclearError, UserError
 from hpc_rl.liveness.signs_of_life import doing
 from hpc_rl.run_dir import SHARED_MODE, SUBMISSION, RunDir, submitting
 from hpc_rl.runs import control
-from hpc_rl.runs.folders import remember
-from hpc_rl.runs.status import ROOT, is_run
+from hpc_rl.runs.folders import ROOT, is_run, remember
 from hpc_rl.slurm import commands
 from hpc_rl.slurm.place import Place, is_single
 from hpc_rl.software import git

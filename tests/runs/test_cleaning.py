@@ -24,7 +24,8 @@ from hpc_rl.runs.cleaning import (
     usage_of,
     whole_runs,
 )
-from hpc_rl.runs.status import RunStatus, runs_below, status_of
+from hpc_rl.runs.folders import runs_below
+from hpc_rl.runs.status import RunStatus, status_of
 from hpc_rl.system import entries
 from hpc_rl.training.checkpoints import checksums, folders
 from hpc_rl.training.checkpoints.folders import Progress

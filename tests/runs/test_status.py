@@ -13,6 +13,7 @@ from hpc_rl.cli.text import status_text
 from hpc_rl.errors import UserError
 from hpc_rl.run_dir import RunDir, terminated_file
 from hpc_rl.runs import control, status
+from hpc_rl.runs.finding import find_run
 from hpc_rl.runs.folders import remember
 from hpc_rl.runs.status import RunStatus, current_job, lost_nodes, process_start_time, status_of, statuses_of
 from hpc_rl.slurm import commands
@@ -382,12 +383,12 @@ def test_a_run_is_found_by_the_id_of_any_of_its_jobs_from_any_folder(
     remember(run.path.parent)
     (tmp_path / "other").mkdir()
     monkeypatch.chdir(tmp_path / "other")
-    assert status.find_run("9") == status.find_run("7") == run
+    assert find_run("9") == find_run("7") == run
     with pytest.raises(UserError, match="Slurm has no record of it, as is usual some minutes after"):
-        status.find_run("8")
+        find_run("8")
     (tmp_path / "slurm" / "sacct").write_text("#!/bin/sh\necho '8|TIMEOUT|0:0|node1|None'\n")
     with pytest.raises(UserError, match="in Slurm's accounting it is TIMEOUT, without the path of its log"):
-        status.find_run("8")
+        find_run("8")
 
 
 def test_a_stopped_run_names_what_resumes_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,8 +8,8 @@ import pytest
 from hpc_rl.cli.text import runs_table, status_text
 from hpc_rl.errors import UserError
 from hpc_rl.runs import table
+from hpc_rl.runs.finding import find_run
 from hpc_rl.runs.run_sets import find_run_set
-from hpc_rl.runs.status import find_run
 
 
 @pytest.fixture(autouse=True)

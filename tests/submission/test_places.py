@@ -16,7 +16,7 @@ from hpc_rl.runs.status import status_of
 from hpc_rl.slurm.place import Place
 from hpc_rl.submission import queue
 from hpc_rl.submission.executor import submitted
-from hpc_rl.submission.request import Request
+from hpc_rl.submission.request import JobRequest
 from hpc_rl.submission.script.directives import clusters_of, environment_notes
 from hpc_rl.submission.series import sweep
 from hpc_rl.submission.series.after import After
@@ -252,7 +252,7 @@ def test_a_large_sweep_has_the_limit_of_its_cluster(
     for clusters, limit in (("large", 1002), ("large,small", 1000), ("small", 1000)):
         settings = {"trainer.device": "cpu", "slurm.sbatch.clusters": clusters}
         with pytest.raises(UserError, match=f"allows at most {limit} tasks per array"):
-            sweep.plan(Request("torchrun", words, ("train.py",), settings), None)
+            sweep.plan(JobRequest("torchrun", words, ("train.py",), settings), None)
 
 
 @pytest.mark.parametrize(

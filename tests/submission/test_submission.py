@@ -17,7 +17,7 @@ from hpc_rl.runs.run_sets import SweepDir
 from hpc_rl.submission.job import Job
 from hpc_rl.submission.launch import prepare
 from hpc_rl.submission.preflight.checks import partition
-from hpc_rl.submission.request import Request
+from hpc_rl.submission.request import JobRequest
 from hpc_rl.submission.requeue import requeue
 from hpc_rl.submission.series import chain
 from tests.fake_slurm import calls, fake_slurm
@@ -168,7 +168,7 @@ def test_a_completed_run_is_not_queued_again_for_nothing(tmp_path: Path, word: s
     make_tiny_model(tmp_path / "model")
     started(tmp_path, "sft", "COMPLETED", *SFT)
     words = ("model.path=model", "trainer.device=cpu", "data.prompt_key=question", *SFT, word)
-    request = Request("sft", words, settings={"slurm.job_name": "mine"})
+    request = JobRequest("sft", words, settings={"slurm.job_name": "mine"})
     if accepted:
         assert prepare(request, print)
     else:
@@ -287,7 +287,7 @@ def test_the_nodes_are_listed_once_for_all_stages(tmp_path: Path, monkeypatch: p
         return [str(check(*arguments)) for job in jobs for check, *arguments in partition(job)]
 
     monkeypatch.setattr(chain, "notes_on", notes_on)
-    first = Request("sft", ("model.path=model", "data.train_files=x", "slurm.job_name=a"))
-    planned, _ = chain.plan([first, Request("sft", ("data.train_files=x", "slurm.job_name=b"))])
+    first = JobRequest("sft", ("model.path=model", "data.train_files=x", "slurm.job_name=a"))
+    planned, _ = chain.plan([first, JobRequest("sft", ("data.train_files=x", "slurm.job_name=b"))])
     assert [stage.job.config.slurm.node.gpus for stage in planned] == [4, 4]
     assert [call.split()[0] for call in calls(tmp_path)].count("sinfo") == 1

@@ -17,7 +17,7 @@ from hpc_rl.submission import queue
 from hpc_rl.submission.job import Job
 from hpc_rl.submission.launch import notes_on
 from hpc_rl.submission.local import check_local
-from hpc_rl.submission.request import Request, reserve
+from hpc_rl.submission.request import JobRequest, reserve
 from hpc_rl.submission.request import plan as plan_job
 from hpc_rl.submission.script.directives import environment_notes
 from hpc_rl.submission.script.render import render
@@ -33,7 +33,7 @@ class Stage:
     script: str
 
 
-def plan(requests: Sequence[Request], local: bool = False) -> tuple[list[Stage], list[str]]:
+def plan(requests: Sequence[JobRequest], local: bool = False) -> tuple[list[Stage], list[str]]:
     """Check all stages; return them, and notes on what could not be checked. Changes nothing.
 
     Raises:
@@ -96,7 +96,7 @@ def submit(stages: Sequence[Stage]) -> list[tuple[Job, str]]:
     return submitted
 
 
-def _planned(request: Request, before: Sequence[Job], nodes: commands.NodeListing) -> Job:
+def _planned(request: JobRequest, before: Sequence[Job], nodes: commands.NodeListing) -> Job:
     """Return the job of a stage, which trains the model of the previous stage."""
     if not before:
         return plan_job(request, nodes=nodes)
@@ -113,7 +113,7 @@ def _on_model_of(job: Job, before: RunDir, job_ids: tuple[str, ...]) -> Job:
     return replace(job, config=config, after=After(str(before.path), job_ids, frozenset({before.model}), place))
 
 
-def _check_stage(number: int, request: Request) -> None:
+def _check_stage(number: int, request: JobRequest) -> None:
     if request.kind not in trained():
         raise UserError(
             f"stage {number} is {request.kind}: a chain is made of {', '.join(trained())}; "
