@@ -223,8 +223,8 @@ def model(job: Job) -> Iterator[Question]:
             yield check_same_special_tokens, key, path, config.model, cache
         if key != "model.path" or not isinstance(config, GenerateConfig) or config.rollout.name == "hf":
             yield check_unquantised, key, path, cache
-        for refuse, *more in _rules_for(key, config):
-            yield check_config, key, path, cache, refuse, *more
+        for refuse, more in _rules_for(key, config):
+            yield check_config, key, path, cache, refuse, more
         if key == "critic.path":
             yield check_outputs, key, path, 1, cache
         elif key == "reward.model" and isinstance(config, PpoConfig | GenerateConfig):
@@ -237,18 +237,18 @@ def model(job: Job) -> Iterator[Question]:
         yield check_adapters, config.model, max_rank, job.coming, cache
 
 
-def _rules_for(key: str, config: Planned) -> Iterator[tuple[Callable[..., None], *tuple[int, ...]]]:
-    """Yield the rules about config.json that a model of a job has to meet, with their arguments."""
-    if not isinstance(config, GenerateConfig) and (size := config.trainer.sequence_parallel) > 1:
-        yield refuse_unsplittable, size
-    has_engines = isinstance(config, PpoConfig | GenerateConfig) and key == "model.path"
-    if has_engines and (size := config.rollout.tensor_parallel_size) > 1:
-        yield refuse_unsplittable_engine, size
+def _rules_for(key: str, config: Planned) -> Iterator[tuple[Callable[..., None], tuple[int, ...]]]:
+    """Yield the rules about config.json that a model of a job has to meet, with their further arguments."""
+    if not isinstance(config, GenerateConfig) and config.trainer.sequence_parallel > 1:
+        yield refuse_unsplittable, (config.trainer.sequence_parallel,)
+    engine_gpus = config.rollout.tensor_parallel_size if isinstance(config, PpoConfig | GenerateConfig) else 1
+    if key == "model.path" and engine_gpus > 1:
+        yield refuse_unsplittable_engine, (engine_gpus,)
     is_trained = key in ("model.path", "critic.path", "ref.path")
     if isinstance(config.model, ModelConfig) and config.model.use_liger and is_trained:
-        yield (refuse_without_liger,)
+        yield refuse_without_liger, ()
     if isinstance(config, DistillConfig):
-        yield (refuse_capped_logits,)
+        yield refuse_capped_logits, ()
 
 
 def data(job: Job) -> Iterator[Question]:
