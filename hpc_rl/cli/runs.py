@@ -11,7 +11,7 @@ from typing import Annotated
 import typer
 
 from hpc_rl.cli.app import JsonOption, OptionalRunArgument, RunArgument, RunOrSweepArgument, app, leave, note, wait_for
-from hpc_rl.cli.text import explanation_text, runs_table, short_path, size_text, status_text
+from hpc_rl.cli.text import outcome_text, runs_table, short_path, size_text
 from hpc_rl.errors import UserError
 from hpc_rl.formats.counted import counted
 from hpc_rl.run_dir import ENV_RUN_DIR, RunDir
@@ -28,7 +28,6 @@ def status(run: OptionalRunArgument = None, as_json: JsonOption = False) -> None
     from hpc_rl.doctor import diagnosis
     from hpc_rl.runs import run_sets, table
     from hpc_rl.runs.finding import find_run, newest_run
-    from hpc_rl.tracking.evaluations import evaluation_text, read_evaluation
 
     run = run or newest_run()
     several = run_sets.find_run_set(run)
@@ -43,11 +42,7 @@ def status(run: OptionalRunArgument = None, as_json: JsonOption = False) -> None
     if as_json:
         print(found.as_json())
         return
-    if reasons := explanation_text(explanation, brief=True):
-        print(reasons + "\n")
-    print(status_text(found))
-    if scores := evaluation_text([(one.name, read_evaluation(one))]):
-        print(scores)
+    print(outcome_text(one, found, explanation))
 
 
 @app.command()

@@ -65,7 +65,8 @@ def sweep(
     for unchecked in planned.notes:
         note(unchecked)
     if dry_run:
-        _print_scripts([("sweep.sbatch", planned.script), *zip(_names(planned.jobs), planned.scripts, strict=True)])
+        print(f"==> sweep.sbatch <==\n{planned.script}")
+        _print_scripts(planned.jobs, planned.scripts)
         return
     job_id = sweeps.submit(planned)
     name = planned.sweep.name
@@ -120,16 +121,15 @@ def chain(
     for unchecked in notes:
         note(unchecked)
     if dry_run:
-        _print_scripts(list(zip(_names([stage.job for stage in planned]), [s.script for s in planned], strict=True)))
+        _print_scripts([job for job, _ in planned], [script for _, script in planned])
         note("all but the first would be submitted with sbatch --dependency=afterok:ID --kill-on-invalid-dep=yes")
         return
     if local:
-        for stage in planned:
-            code = run_here(stage.job, stage.script)
-            if code:
+        for job, script in planned:
+            if code := run_here(job, script):
                 leave(code)
         return
-    for job, job_id in chains.submit(planned):
+    for job, job_id in chains.submit([job for job, _ in planned]):
         print(submitted_text(job, job_id))
 
 
@@ -170,7 +170,7 @@ def pipeline(
     for unchecked in planned.notes:
         note(unchecked)
     if dry_run:
-        _print_scripts(list(zip(_names(planned.jobs), planned.scripts, strict=True)))
+        _print_scripts(planned.jobs, planned.scripts)
         return
     if local:
         leave(_run_here_in_order(planned))
@@ -237,11 +237,7 @@ def _stage(words: list[str], local: bool) -> JobRequest:
     return request_of(context, str(kind), arguments, flags, run_dir, local=local)
 
 
-def _names(jobs: Sequence[Job]) -> list[str]:
-    return [f"{job.run_dir.name}/{job.run_dir.script.name}" for job in jobs]
-
-
-def _print_scripts(scripts: list[tuple[str, str]]) -> None:
+def _print_scripts(jobs: Sequence[Job], scripts: Sequence[str]) -> None:
     """Print each script below a line with its name, in the format of head(1) and tail(1)."""
-    for name, text in scripts:
-        print(f"==> {name} <==\n{text}")
+    for job, script in zip(jobs, scripts, strict=True):
+        print(f"==> {job.run_dir.name}/{job.run_dir.script.name} <==\n{script}")

@@ -114,7 +114,7 @@ def cancel(run: RunDir) -> str:
     else:
         cancel_jobs([now])
     write_atomically(run.cancelled, f"{now.job_id}\n")
-    saved = newest_checkpoint(run) or saved_by(run)
+    saved = saved_by(run)
     left = f"{how_to_resume(run)} resumes from {saved}" if saved else "it had not saved anything yet"
     return f"cancelled job {now.job_id} of run {run.name}; {left}"
 
@@ -133,15 +133,11 @@ def naming_option(run: RunDir) -> str:
     return f"--job-name {run.name}" if is_direct else f"--run-dir {run.path}"
 
 
-def newest_checkpoint(run: RunDir) -> str | None:
-    """Return the name of the newest complete checkpoint, such as step-00000040."""
-    return max((path.name for path in run.checkpoints.glob("step-*") if not path.suffix), default=None)
-
-
 def saved_by(run: RunDir) -> str | None:
-    """Return what a run without checkpoints has saved: the finished blocks of a generation."""
+    """Return what a run has saved: its newest complete checkpoint, or the finished blocks of a generation."""
+    newest = max((path.name for path in run.checkpoints.glob("step-*") if not path.suffix), default=None)
     blocks = len(list(run.response_parts.glob("*.jsonl")))
-    return counted(blocks, "finished block") if blocks else None
+    return newest or (counted(blocks, "finished block") if blocks else None)
 
 
 def stop(run: RunDir) -> str:

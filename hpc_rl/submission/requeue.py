@@ -67,7 +67,7 @@ def _requeue_run(run: RunDir) -> str:
     after = find_after_again([run])
     notes = check_again([run])
     run.stop.unlink(missing_ok=True)
-    queued = queue.queue_after(script, after, place=place_of(run))
+    queued = queue.queue(script, after, place=place_of(run))
     queue.record_again(run, queued)
     queue.record_code([run])
     waits = f" after job {', '.join(after.job_ids)}" if after and after.job_ids else ""
@@ -154,7 +154,7 @@ def _requeue_pipeline(pipeline: RunSet) -> str:
     try:
         for run, script in zip(runs, scripts, strict=True):
             run.stop.unlink(missing_ok=True)
-            queued = queue.queue(script, afterok(submitted[-1:]) or options, place)
+            queued = queue.queue(script, None, afterok(submitted[-1:]) or options, place)
             submitted.append(queued.job_id)
             queue.record_again(run, queued)
         if waiting:
@@ -239,7 +239,7 @@ def _requeue_sweep(sweep: SweepDir) -> str:
     for run in runs:
         run.stop.unlink(missing_ok=True)
     array = f"--array={','.join(map(str, again))}{limit[1] if limit else ''}"
-    queued = queue.queue_after(script, after, [array], place_of(sweep.run(1)))
+    queued = queue.queue(script, after, [array], place_of(sweep.run(1)))
     for number, run in zip(again, runs, strict=True):
         queue.record_again(run, queued, number)
     queue.record_code(runs)

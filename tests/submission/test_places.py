@@ -124,13 +124,13 @@ def test_the_stages_of_a_chain_follow_the_first_one(tmp_path: Path, slurm: Path)
     script = "#!/bin/bash\n#SBATCH --clusters=a,b\nscontrol requeue\n"
     first = queue.queue(script)
     assert first.job_id == "7" and first.place.cluster == "b"
-    queue.queue_after(script, After("first", ("7",), place=first.place))
+    queue.queue(script, After("first", ("7",), place=first.place))
     assert calls(tmp_path)[-1].startswith("sbatch --clusters=b --parsable --dependency=afterok:7")
     with pytest.raises(UserError, match="has --clusters=c, but its run, or the job that it waits for, is in cluster b"):
-        queue.queue_after(script.replace("a,b", "c"), After("first", ("7",), place=first.place))
+        queue.queue(script.replace("a,b", "c"), After("first", ("7",), place=first.place))
     local = queue.queue("#!/bin/bash\n", place=first.place).place
     with pytest.raises(UserError, match="a job can wait for jobs of its own cluster only"):
-        queue.queue_after("#!/bin/bash\n", After("x", ("7",), place=local), place=queue.Place())
+        queue.queue("#!/bin/bash\n", After("x", ("7",), place=local), place=queue.Place())
 
 
 def test_runs_of_two_clusters_with_one_id_are_told_apart(tmp_path: Path, slurm: Path) -> None:

@@ -289,5 +289,5 @@ def test_the_nodes_are_listed_once_for_all_stages(tmp_path: Path, monkeypatch: p
     monkeypatch.setattr(chain, "notes_on", notes_on)
     first = JobRequest("sft", ("model.path=model", "data.train_files=x", "slurm.job_name=a"))
     planned, _ = chain.plan([first, JobRequest("sft", ("data.train_files=x", "slurm.job_name=b"))])
-    assert [stage.job.config.slurm.node.gpus for stage in planned] == [4, 4]
+    assert [job.config.slurm.node.gpus for job, _ in planned] == [4, 4]
     assert [call.split()[0] for call in calls(tmp_path)].count("sinfo") == 1

@@ -144,7 +144,7 @@ def _submit(planned: PlannedSweep) -> str:
             "points": [point.values for point in planned.points],
         }
         write_atomically(sweep.record, json.dumps(record, indent=2) + "\n")
-        queued = queue.queue_after(planned.script, after)
+        queued = queue.queue(planned.script, after)
         keeps = True
     except UnclearError:
         keeps = True

@@ -126,7 +126,7 @@ def test_the_files_stay_if_a_stage_may_be_queued(
     (programs / "sbatch.fails").write_text(f'if [ -e "$0.first" ]; then {fails}; fi; touch "$0.first"')
     with pytest.raises(UserError) as found:
         if is_chain:
-            chain.submit(chain_plan(f"{FIRST} -- {SECOND}")[0])
+            chain.submit([job for job, _ in chain_plan(f"{FIRST} -- {SECOND}")[0]])
         else:
             pipeline.submit(pipeline.plan(PipelineRequest(file, ["model=model"], rounds=1)))
     assert isinstance(found.value, UnclearError) == stays == ("squeue --me" in str(found.value))
@@ -144,7 +144,7 @@ def test_the_first_error_is_shown_if_the_stages_before_cannot_be_cancelled(
     (programs / "scancel.fails").write_text("echo no answer >&2; exit 1")
     with pytest.raises(UserError, match=r"(?s)squeue --me.*\njobs 7 were queued .*: cancel them with scancel 7$"):
         if is_chain:
-            chain.submit(chain_plan(f"{FIRST} -- {SECOND}")[0])
+            chain.submit([job for job, _ in chain_plan(f"{FIRST} -- {SECOND}")[0]])
         else:
             pipeline.submit(pipeline.plan(PipelineRequest(file, ["model=model"], rounds=1)))
     assert len(list((tmp_path / "runs").rglob("job.sbatch"))) == 2, "the jobs need them"
