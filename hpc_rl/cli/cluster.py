@@ -20,7 +20,6 @@ from hpc_rl.errors import UserError
 if TYPE_CHECKING:
     from hpc_rl.sites.choice import Choice
     from hpc_rl.sites.profile import Profile
-    from hpc_rl.sites.proposal import Facts
     from hpc_rl.slurm.cluster import Partition
 
 
@@ -208,7 +207,8 @@ def detect(
     partition = partitions[0] if yes else _ask_partition(partitions)
     accounts = choose_accounts(facts, partition)
     account = _only(accounts, partition) if yes else _ask_account(accounts)
-    _warn(facts, accounts)
+    if facts.needs_account and not accounts:
+        note("Slurm rejects jobs without an account, but lists none for you: ask the cluster's administrators")
     choice, refused = tried(partition, account, is_account_fixed=not yes and len(accounts) > 1)
     for other in partitions if yes and refused else []:
         if other == partition:
@@ -259,11 +259,6 @@ def _ask(what: str, choices: list[str], likely: str) -> str:
         if answer in choices:
             return answer
         note(f"{answer!r} is not in the list")
-
-
-def _warn(facts: Facts, accounts: list[str]) -> None:
-    if facts.needs_account and not accounts:
-        note("Slurm rejects jobs without an account, but lists none for you: ask the cluster's administrators")
 
 
 def _as_text(profile: Profile) -> str:

@@ -93,7 +93,8 @@ def make(order: ImageOrder) -> Path:
         raise UserError(f"{order.out} exists: choose another --out, or use --force to replace it")
     with _lock(out), _workplace() as (work, cache):
         _check_space(order.source, work, out.parent)
-        digest = order.source.digest or _digest_of_file(order.source)
+        file = order.source.file
+        digest = order.source.digest or (file_sha256(file) if file is not None and file.is_file() else None)
         spec, arguments = _specification(order, work, digest)
         partial = out.with_name(f".{out.name}.partial")
         before = _cached_manifests(cache)
@@ -221,10 +222,6 @@ def _check_space(source: ImageSource, work: Path, target: Path) -> None:
                 f"{folder} has {free:,} bytes free, and building from {source.uri} may take {needed:,}: "
                 + ("set TMPDIR to a larger local disk" if folder == work else "choose another --out")
             )
-
-
-def _digest_of_file(source: ImageSource) -> str | None:
-    return file_sha256(source.file) if source.file is not None and source.file.is_file() else None
 
 
 def _cached_manifests(cache: Path) -> list[str]:

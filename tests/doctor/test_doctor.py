@@ -29,7 +29,7 @@ from hpc_rl.formats.node_report import NodeReport, Trial
 from hpc_rl.slurm.cluster import Partition, read_partitions
 from hpc_rl.system.machine import PythonFacts, python_facts, reach
 from tests.fake_slurm import fake_slurm
-from tests.helpers import recorded
+from tests.helpers import hpc_rl, recorded
 
 TORCH = {"torch": "2.13.0", "ray": "2.60.0", "tensordict": "0.15.3"}
 GOOD_PYTHON = PythonFacts(
@@ -329,9 +329,8 @@ CLOSED = "http://127.0.0.1:9"
 
 
 def command(folder: Path, *arguments: str) -> "subprocess.CompletedProcess[str]":
-    asked = [sys.executable, "-m", "hpc_rl.cli", *arguments]
     environ = {**os.environ, "PATH": "/usr/bin:/bin", "HF_ENDPOINT": CLOSED, "WANDB_BASE_URL": CLOSED}
-    return subprocess.run(asked, cwd=folder, env=environ, capture_output=True, text=True, timeout=600, check=False)
+    return hpc_rl(*arguments, folder=folder, environ=environ)
 
 
 def test_the_commands(tmp_path: Path) -> None:

@@ -4,7 +4,6 @@ import fcntl
 import json
 import os
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -18,6 +17,7 @@ from hpc_rl.runs.folders import remember
 from hpc_rl.runs.status import RunStatus, current_job, lost_nodes, process_start_time, status_of, statuses_of
 from hpc_rl.slurm import commands
 from tests.fake_slurm import fake_slurm
+from tests.helpers import hpc_rl
 
 
 @pytest.mark.parametrize(("start", "shown"), [("2030-01-02T03:04:05", True), ("N/A", False)])
@@ -200,10 +200,7 @@ def test_the_table_states_that_slurm_does_not_answer(
         (programs / "squeue.text").write_text("7 |RUNNING |node1 |None |N/A |\n")
     else:
         (programs / "squeue").write_text("#!/bin/sh\necho 'Unable to contact slurm controller' >&2\nexit 1\n")
-    done = subprocess.run(
-        [sys.executable, "-m", "hpc_rl.cli", "runs", str(running.path.parent)],
-        capture_output=True, text=True, timeout=600, check=True,
-    )  # fmt: skip
+    done = hpc_rl("runs", str(running.path.parent), check=True)
     assert "RUNNING" in done.stdout and ("Slurm does not answer" in done.stderr) != answers
 
 

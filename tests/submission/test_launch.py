@@ -15,6 +15,7 @@ from hpc_rl.run_dir import RunDir
 from hpc_rl.submission.job import Job
 from hpc_rl.submission.launch import as_test, prepare, resumed
 from hpc_rl.submission.request import JobRequest, reserve
+from tests import helpers
 from tests.fake_slurm import calls, fake_slurm
 
 PROGRAM = ("train.py",)
@@ -39,8 +40,8 @@ def test_the_python_api_submits_what_the_command_line_submits(folder: Path) -> N
     assert "#SBATCH --nodes=2\n" in script and "#SBATCH --time=1:00:00\n" in script
     assert json.loads((run.path / "job.json").read_text())["command"][:2] == ["hpc_rl.submit", "torchrun"]
     assert hpc_rl.find_run("mine") == run
-    command = [sys.executable, "-m", "hpc_rl.cli", "submit", "torchrun", "--nodes", "2", "--time", "1:00:00"]
-    subprocess.run([*command, "trainer.device=cpu", "--job-name", "twin", "--", *PROGRAM], check=True, timeout=600)
+    words = ("submit", "torchrun", "--nodes", "2", "--time", "1:00:00", "trainer.device=cpu", "--job-name", "twin")
+    helpers.hpc_rl(*words, "--", *PROGRAM, check=True)
     other = (folder / "runs" / "twin" / "job.sbatch").read_text()
     assert other.replace("twin", "mine") == script
     assert [call.split()[0] for call in calls(folder)].count("sbatch") == 2

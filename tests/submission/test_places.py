@@ -4,7 +4,6 @@ import json
 import os
 import re
 import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -20,6 +19,7 @@ from hpc_rl.submission.request import JobRequest
 from hpc_rl.submission.script.directives import clusters_of, environment_notes
 from hpc_rl.submission.series import sweep
 from hpc_rl.submission.series.after import After
+from tests import helpers
 from tests.fake_slurm import calls, environment, fake_slurm
 
 PROGRAM = ("trainer.device=cpu", "--", "train.py")
@@ -37,9 +37,7 @@ def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def hpc_rl(*words: str, **variables: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "hpc_rl.cli", *words]
-    environ = {**os.environ, **variables}
-    return subprocess.run(command, env=environ, capture_output=True, text=True, timeout=600, check=False)
+    return helpers.hpc_rl(*words, environ={**os.environ, **variables})
 
 
 def asked(folder: Path, since: int) -> dict[str, list[str]]:
