@@ -7,7 +7,7 @@ from pathlib import Path
 
 from hpc_rl.config.rl.generate import GenerateConfig
 from hpc_rl.config.rl.ppo import PpoConfig
-from hpc_rl.config.rl.rollout import engine_spec
+from hpc_rl.config.rl.rollout import engine_name
 from hpc_rl.errors import UserError
 from hpc_rl.plan.duration import BANDWIDTH, MFU, Duration, gpus_of, items_of, length_of, step_seconds, steps_of
 from hpc_rl.plan.hardware import gpu_model
@@ -54,7 +54,8 @@ def duration_of(
     found = step_seconds(config, shapes, model, memory)
     if found is None:
         assert isinstance(config, PpoConfig | GenerateConfig)
-        return f"unknown, because no speed is known of rollout.name={_in_process(config)}"
+        engine = engine_name(config.rollout, config.trainer.computes_on)
+        return f"unknown, because no speed is known of rollout.name={engine}"
     basis = f"at {_percent(MFU)} of {model.tflops:g} TFLOPS"
     if isinstance(config, PpoConfig | GenerateConfig):
         basis += f" and {_percent(BANDWIDTH)} of {model.bandwidth:g} TB/s"
@@ -90,7 +91,3 @@ def count_lines(files: Sequence[Path]) -> int | None:
 def _percent(ends: tuple[float, float]) -> str:
     low, high = ends
     return f"{100 * low:.0f} to {100 * high:.0f} %"
-
-
-def _in_process(config: PpoConfig | GenerateConfig) -> str:
-    return engine_spec(config).module.rpartition(".")[2]

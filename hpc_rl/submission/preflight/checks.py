@@ -172,10 +172,10 @@ def packages(job: Job) -> Iterator[Question]:
     if config.container.image is not None or slurm.modules or slurm.setup:
         return
     yield check_packages, slurm.python, job.row.needs, job.kind
-    for package, purpose in _further_packages(config):
-        yield check_packages, slurm.python, (package,), purpose
     if isinstance(config, PpoConfig) and config.transfer_queue.enable:
         yield check_transfer_queue, slurm.python
+    for package, purpose in _further_packages(config):
+        yield check_packages, slurm.python, (package,), purpose
     if slurm.python is None and isinstance(config, RayJobConfig) and (ray := installed_ray()) is not None:
         yield check_ray, ray, sys.executable
 
