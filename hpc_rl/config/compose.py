@@ -17,7 +17,7 @@ from typing import Any
 
 from pydantic import BaseModel, ValidationError
 
-from hpc_rl.config.groups import check_choices, find_cycle, groups, recipe_for
+from hpc_rl.config.groups import check_choices, groups, recipe_for
 from hpc_rl.config.job import JobConfig
 from hpc_rl.config.keys import MISSING, documented_keys, find_annotation, leaf_types, nearest
 from hpc_rl.config.kinds import KINDS
@@ -244,10 +244,6 @@ def _hydra_tree(job: str, overrides: Sequence[str]) -> dict[str, Any]:
     known = groups()
     try:
         return composed(job, [_for_hydra(text, known) for text in overrides])
-    except RecursionError as error:
-        cycle = find_cycle()
-        found = " includes ".join(f"{name}.yaml" for name in cycle) if cycle else "a file includes itself"
-        raise UserError(f"the recipe includes itself: in configs/, {found}; remove it from `defaults:`") from error
     except OverrideParseException as error:
         raise UserError(_unreadable(error.override.lstrip("+"))) from error
     except (HydraException, OmegaConfBaseException, YAMLError, ValueError, OSError) as error:

@@ -310,7 +310,7 @@ def stop(stopping: Stopping, world: World) -> NoReturn:
     """Stop the run. What has been tokenized is lost."""
     if world.broadcast(stopping.is_in_vain()):
         raise AgreedRunError(_IN_VAIN)
-    raise Stopped("stopped before the data was tokenized: submit again to continue")
+    raise Stopped("stopped before the data was tokenized: nothing is saved yet")
 
 
 def forget(key: str, root: Path, world: World) -> None:

@@ -446,7 +446,7 @@ def test_a_disk_that_is_really_full(
 
 def test_a_run_stops_while_it_tokenizes(file: Path, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cache, "_ROUND_S", 0)
-    with pytest.raises(Stopped, match=r"^stopped before the data was tokenized: submit again to continue$"):
+    with pytest.raises(Stopped, match=r"^stopped before the data was tokenized: nothing is saved yet$"):
         load(file, root, stopping=Stopping(at=2))
     assert not any(root.iterdir())
     with pytest.raises(AgreedRunError) as found:
