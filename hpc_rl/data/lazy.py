@@ -82,12 +82,10 @@ class Joined(Rows[T]):
         return int(self._ends[-1]) if self._parts else 0
 
     def row(self, index: int) -> T:
-        """See `Rows.row`."""
         part = int(np.searchsorted(self._ends, index, side="right"))
         return self._parts[part][index - int(self._ends[part]) + len(self._parts[part])]
 
     def sizes(self) -> Sizes:
-        """See `Rows.sizes`."""
         return joined_sizes(*map(sizes_of, self._parts)) if self._parts else super().sizes()  # type: ignore[arg-type]
 
 
@@ -106,7 +104,6 @@ class Subsequence(Rows[T]):
         return len(self._range)
 
     def row(self, index: int) -> T:
-        """See `Rows.row`."""
         return self._items[self._range[index]]
 
 

@@ -33,7 +33,6 @@ class Mismatched(Rows[Preference]):
         return len(self._preferences)
 
     def row(self, index: int) -> Preference:
-        """See `Rows.row`."""
         one = self._preferences[index]
         asked, answered = one.samples[0], self._preferences[int(self._others[index])].samples[0]
         return replace(one, samples=(asked, _exchanged(asked, answered, self._max_length)))

@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
 from typing import NamedTuple
@@ -78,58 +78,54 @@ class Response(NamedTuple):
         return self.row.get("data"), self.row.get("index")
 
 
-@dataclass
-class Selection:
-    """Selects rows from the responses to one prompt after the other."""
+Choose = Callable[[Sequence[Row], Counts], Iterable[Row]]
+"""From the scored responses to a prompt to the rows to write."""
 
-    choose: Callable[[Sequence[Row], Counts], Iterable[Row]]
-    """From the scored responses to a prompt to the rows to write."""
-    compares: bool
-    """Whether it needs several responses to a prompt."""
-    counts: Counts = field(default_factory=Counts)
 
-    def rows(self, files: Iterable[Iterable[Response]]) -> Iterator[Row]:
-        """Yield the selected rows.
+def _selected(files: Iterable[Iterable[Response]], choose: Choose, compares: bool, counts: Counts) -> Iterator[Row]:
+    """Yield the rows that are selected from the responses to one prompt after the other.
 
-        Args:
-            files: the rows of each file.
+    Args:
+        files: the rows of each file.
+        compares: whether several responses to a prompt are needed.
+    """
+    seen: set[bytes] = set()
+    for responses in files:
+        for _, group in groupby(responses, key=lambda response: response.group):
+            scored = _scored(list(group), compares, counts)
+            for row in choose(scored, counts) if scored else ():
+                key = hashlib.blake2b(_text(row), digest_size=16).digest()
+                counts.duplicates += key in seen
+                if key not in seen:
+                    seen.add(key)
+                    counts.rows += 1
+                    yield row
+    if counts.failed == counts.responses:
+        raise UserError(
+            f"none of {counts.responses:,} responses has a score, because the reward failed for all of them: "
+            "repair the reward and generate again"
+        )
+    if not counts.rows:
+        raise UserError(f"nothing was selected: {counts}")
 
-        Raises:
-            UserError: a row has no score, a prompt has a single response although several are compared, or nothing has
-                a score.
-        """
-        seen: set[bytes] = set()
-        for responses in files:
-            for _, found in groupby(responses, key=lambda response: response.group):
-                for row in self._chosen(list(found)):
-                    key = hashlib.blake2b(_text(row), digest_size=16).digest()
-                    self.counts.duplicates += key in seen
-                    if key not in seen:
-                        seen.add(key)
-                        self.counts.rows += 1
-                        yield row
-        if self.counts.failed == self.counts.responses:
-            raise UserError(
-                f"none of {self.counts.responses:,} responses has a score, because the reward failed for all of them: "
-                "repair the reward and generate again"
-            )
 
-    def _chosen(self, group: Sequence[Response]) -> Iterable[Row]:
-        for response in group:
-            check_response(response)
-        if self.compares and len(group) == 1:
-            raise UserError(
-                f"{group[0].where}: the prompt has one response, but best-of-n and pairs compare several: generate "
-                "with rollout.n=2 or more, or select by threshold"
-            )
-        scored = [response.row for response in group if response.row["score"] is not None]
-        self.counts.prompts += 1
-        self.counts.responses += len(group)
-        self.counts.failed += len(group) - len(scored)
-        if len(scored) < (2 if self.compares else 1):
-            self.counts.unscored += 1
-            return []
-        return self.choose(scored, self.counts)
+def _scored(group: Sequence[Response], compares: bool, counts: Counts) -> list[Row]:
+    """Return the responses to a prompt that have a score; none if there are not enough of them."""
+    for response in group:
+        check_response(response)
+    if compares and len(group) == 1:
+        raise UserError(
+            f"{group[0].where}: the prompt has one response, but best-of-n and pairs compare several: generate "
+            "with rollout.n=2 or more, or select by threshold"
+        )
+    scored = [response.row for response in group if response.row["score"] is not None]
+    counts.prompts += 1
+    counts.responses += len(group)
+    counts.failed += len(group) - len(scored)
+    if len(scored) < (2 if compares else 1):
+        counts.unscored += 1
+        return []
+    return scored
 
 
 def best_of_n(scored: Sequence[Row], _counts: Counts) -> list[Row]:
@@ -206,26 +202,24 @@ def as_chat_row(row: Row) -> Row:
     return {"messages": messages, "score": row["score"], **_for_template(row)}
 
 
-def selection(method: str, threshold: float | None) -> Selection:
-    """Return the selection of a method of `hpc_rl.config.training.select`."""
-    if method == "threshold":
-        if threshold is None:
-            raise ValueError("a selection by threshold needs one")
-        return Selection(above(threshold), compares=False)
-    compared = {"best-of-n": best_of_n, "pairs": best_and_worst, "all-pairs": all_pairs}
-    return Selection(compared[method], compares=True)
+_COMPARING: dict[str, Choose] = {"best-of-n": best_of_n, "pairs": best_and_worst, "all-pairs": all_pairs}
+"""Method of `hpc_rl.config.training.select` that compares the responses to a prompt -> what it chooses of them."""
 
 
 def select(files: Sequence[str], method: str, threshold: float | None, output: Path) -> Counts:
     """Select rows from files of responses, and write them atomically.
 
     Raises:
-        UserError: a file cannot be read or written, its rows are not scored responses, or nothing was selected. Then
-            the output is not changed.
+        UserError: a file cannot be read or written, its rows are not scored responses, a prompt has a single response
+            although several are compared, or nothing was selected. Then the output is not changed.
     """
-    made = selection(method, threshold)
-    write_jsonl(output, _refuse_none(made, made.rows(map(_responses, files))))
-    return made.counts
+    compares = method != "threshold"
+    if not compares and threshold is None:
+        raise ValueError("a selection by threshold needs one")
+    choose = _COMPARING[method] if compares else above(threshold or 0.0)
+    counts = Counts()
+    write_jsonl(output, _selected(map(_responses, files), choose, compares, counts))
+    return counts
 
 
 def check_scored(file: str) -> None:
@@ -251,12 +245,6 @@ def check_response(response: Response) -> None:
     score = row["score"]
     if score is not None and (isinstance(score, bool) or not isinstance(score, int | float)):
         raise UserError(f"{where}: column 'score' has {score!r}; a number or null is needed")
-
-
-def _refuse_none(made: Selection, rows: Iterator[Row]) -> Iterator[Row]:
-    yield from rows
-    if not made.counts.rows:
-        raise UserError(f"nothing was selected: {made.counts}")
 
 
 def _responses(file: str) -> Iterator[Response]:

@@ -119,7 +119,6 @@ class Tokenized(Rows[T]):
         return int(self._ends[-1]) if len(self._ends) else 0
 
     def row(self, index: int) -> T:
-        """See `Rows.row`."""
         number = int(np.searchsorted(self._ends, index, side="right"))
         block = self._block(number)
         return block.item(index - int(self._ends[number]) + block.count)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -233,9 +233,9 @@ def expected(kind: str, found: JobPlan) -> dict[str, Any]:
         gpus=gpus_of(config),
         parameters=shapes[config.model.path].total,
         items=items_of(config),
-        step_s=[round(seconds, 3) for seconds in time.step] if isinstance(time, Duration) else [],
+        step_s=tuple(round(seconds, 3) for seconds in time.step) if isinstance(time, Duration) else (),
     )
-    return {KEY: facts.as_dict()}
+    return {KEY: asdict(facts)}
 
 
 def on_fewest_nodes(request: Request) -> tuple[Request, str]:

@@ -64,11 +64,9 @@ class Files(Source):
     """Columns of the files that are needed; empty: all."""
 
     def blocks(self, part: int, parts: int) -> Iterator[list[tuple[Row, str]]]:
-        """See `Source.blocks`."""
         return blocks(self.files, self.split, part, parts, self.columns)
 
     def refuse_changed(self) -> None:
-        """See `Source.refuse_changed`."""
         if state_of(self.files) != self.state:
             raise UserError(
                 f"{', '.join(self.files)}: changed while it was read; start the run again when the data is complete"
