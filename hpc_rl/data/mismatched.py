@@ -9,12 +9,12 @@ from dataclasses import replace
 import numpy as np
 from numpy.typing import NDArray
 
-from hpc_rl.data.lazy import Rows
+from hpc_rl.data.lazy import LazyRows
 from hpc_rl.data.pairs import Preference
 from hpc_rl.data.sft_dataset import Sample
 
 
-class Mismatched(Rows[Preference]):
+class Mismatched(LazyRows[Preference]):
     """Labelled responses, each with a second sample: its prompt with the response of the next row of another prompt.
 
     See Ethayarajh et al. 2024, https://arxiv.org/abs/2402.01306. The next row is taken from the whole data set, so that

@@ -24,7 +24,7 @@ from hpc_rl.system.files import write_jsonl
 
 
 @dataclass
-class Counts:
+class SelectionCounts:
     """What became of the responses."""
 
     prompts: int = 0
@@ -78,11 +78,13 @@ class Response(NamedTuple):
         return self.row.get("data"), self.row.get("index")
 
 
-Choose = Callable[[Sequence[Row], Counts], Iterable[Row]]
+Choose = Callable[[Sequence[Row], SelectionCounts], Iterable[Row]]
 """From the scored responses to a prompt to the rows to write."""
 
 
-def _selected(files: Iterable[Iterable[Response]], choose: Choose, compares: bool, counts: Counts) -> Iterator[Row]:
+def _selected(
+    files: Iterable[Iterable[Response]], choose: Choose, compares: bool, counts: SelectionCounts
+) -> Iterator[Row]:
     """Yield the rows that are selected from the responses to one prompt after the other.
 
     Args:
@@ -109,7 +111,7 @@ def _selected(files: Iterable[Iterable[Response]], choose: Choose, compares: boo
         raise UserError(f"nothing was selected: {counts}")
 
 
-def _scored(group: Sequence[Response], compares: bool, counts: Counts) -> list[Row]:
+def _scored(group: Sequence[Response], compares: bool, counts: SelectionCounts) -> list[Row]:
     """Return the responses to a prompt that have a score; none if there are not enough of them."""
     for response in group:
         check_response(response)
@@ -128,12 +130,12 @@ def _scored(group: Sequence[Response], compares: bool, counts: Counts) -> list[R
     return scored
 
 
-def best_of_n(scored: Sequence[Row], _counts: Counts) -> list[Row]:
+def best_of_n(scored: Sequence[Row], _counts: SelectionCounts) -> list[Row]:
     """Return the response with the highest score, the first of several, as a chat."""
     return [as_chat_row(max(scored, key=lambda row: row["score"]))]
 
 
-def best_and_worst(scored: Sequence[Row], counts: Counts) -> list[Row]:
+def best_and_worst(scored: Sequence[Row], counts: SelectionCounts) -> list[Row]:
     """Return the responses with the highest and the lowest score as a pair; nothing if all scores are equal."""
     best, worst = max(scored, key=lambda row: row["score"]), min(scored, key=lambda row: row["score"])
     if best["score"] == worst["score"]:
@@ -142,7 +144,7 @@ def best_and_worst(scored: Sequence[Row], counts: Counts) -> list[Row]:
     return _comparable([_pair(best, worst)], counts)
 
 
-def all_pairs(scored: Sequence[Row], counts: Counts) -> list[Row]:
+def all_pairs(scored: Sequence[Row], counts: SelectionCounts) -> list[Row]:
     """Return all pairs of responses with different scores: the comparisons that a reward model learns from (Ouyang et
     al. 2022, https://arxiv.org/abs/2203.02155, section 3.5)."""
     found = [_pair(better, worse) for better in scored for worse in scored if better["score"] > worse["score"]]
@@ -167,7 +169,7 @@ def _for_template(row: Row) -> Row:
     return {name: row[name] for name in READ_KEYS if row.get(name) is not None}
 
 
-def _comparable(pairs: Sequence[Row], counts: Counts) -> list[Row]:
+def _comparable(pairs: Sequence[Row], counts: SelectionCounts) -> list[Row]:
     """Return the pairs without those of conversations that no training accepts; see to_pair in preference_rows.py."""
     found = [pair for pair in pairs if isinstance(pair["chosen"], str) or _differ_in_turn(pair)]
     counts.unlike += len(pairs) - len(found)
@@ -181,10 +183,10 @@ def _differ_in_turn(pair: Row) -> bool:
     return first is not None and first[0] > 0 and all(message["role"] == "assistant" for message in first[1])
 
 
-def above(threshold: float) -> Callable[[Sequence[Row], Counts], list[Row]]:
+def above(threshold: float) -> Callable[[Sequence[Row], SelectionCounts], list[Row]]:
     """Return the choice of all responses with at least this score, as chats."""
 
-    def choose(scored: Sequence[Row], counts: Counts) -> list[Row]:
+    def choose(scored: Sequence[Row], counts: SelectionCounts) -> list[Row]:
         kept = [row for row in scored if row["score"] >= threshold]
         counts.below += len(scored) - len(kept)
         return [as_chat_row(row) for row in kept]
@@ -206,7 +208,7 @@ _COMPARING: dict[str, Choose] = {"best-of-n": best_of_n, "pairs": best_and_worst
 """Method of `hpc_rl.config.training.select` that compares the responses to a prompt -> what it chooses of them."""
 
 
-def select(files: Sequence[str], method: str, threshold: float | None, output: Path) -> Counts:
+def select(files: Sequence[str], method: str, threshold: float | None, output: Path) -> SelectionCounts:
     """Select rows from files of responses, and write them atomically.
 
     Raises:
@@ -217,7 +219,7 @@ def select(files: Sequence[str], method: str, threshold: float | None, output: P
     if not compares and threshold is None:
         raise ValueError("a selection by threshold needs one")
     choose = _COMPARING[method] if compares else above(threshold or 0.0)
-    counts = Counts()
+    counts = SelectionCounts()
     write_jsonl(output, _selected(map(_responses, files), choose, compares, counts))
     return counts
 

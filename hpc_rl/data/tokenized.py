@@ -18,7 +18,7 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import DTypeLike, NDArray
 
-from hpc_rl.data.lazy import Rows
+from hpc_rl.data.lazy import LazyRows
 from hpc_rl.data.reading.formats import Row
 
 T = TypeVar("T")
@@ -90,7 +90,7 @@ class Writer(Generic[T]):
         self._file.close()
 
 
-class Tokenized(Rows[T]):
+class Tokenized(LazyRows[T]):
     """The items of some files. In memory are the numbers of items of all blocks.
 
     Args:

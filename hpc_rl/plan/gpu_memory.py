@@ -31,7 +31,7 @@ Head = Literal["loss", "logprobs", "value"]
 
 
 @dataclass(frozen=True)
-class Held:
+class ShardedModel:
     """A model that ranks hold in parts."""
 
     shape: Shape

@@ -44,7 +44,7 @@ def test_a_cycle_through_several_files_is_named(project: Path) -> None:
     (project / "model" / "b.yaml").write_text("defaults: [../recipe/c, /recipe/a]\n")
     (project / "recipe" / "c.yaml").write_text("{}\n")
     with pytest.raises(UserError, match=r"one of recipe/a\.yaml, model/b\.yaml.* leads back to itself; correct its"):
-        compose("sft", ["recipe=a", *REQUIRED])
+        compose("ppo", ["recipe=a", *REQUIRED])
 
 
 @pytest.mark.parametrize(

@@ -342,7 +342,7 @@ CHECKS: tuple[Case, ...] = (
 
 
 @dataclass(frozen=True)
-class Row:
+class CheckRow:
     """A row of the table for one variant."""
 
     case: Case
@@ -370,11 +370,11 @@ class Row:
         return replace(planned, covers=tuple(map(str, self.covers)))
 
 
-def rows(layout: Layout, checks: Sequence[Case] = CHECKS) -> list[Row]:
+def rows(layout: Layout, checks: Sequence[Case] = CHECKS) -> list[CheckRow]:
     """Return the rows of a layout, in the order in which they run."""
     found = []
     for case in checks:
         for variant in case.variants(layout):
             reason = next((reason for need in case.needs if (reason := need(layout, variant))), None)
-            found.append(Row(case, variant, reason, () if reason else case.covers(layout, variant)))
+            found.append(CheckRow(case, variant, reason, () if reason else case.covers(layout, variant)))
     return found

@@ -30,7 +30,7 @@ WARM_UP, MEASURED = 3, 3
 
 
 @dataclass(frozen=True)
-class Measured:
+class FirstSteps:
     """The first steps of a run."""
 
     losses: list[float]
@@ -137,7 +137,7 @@ def speed_text(metrics: Mapping[str, float], mfu: str, processes: int) -> str:
     )
 
 
-def difference(found: Measured, expected: Measured) -> tuple[float, float]:
+def difference(found: FirstSteps, expected: FirstSteps) -> tuple[float, float]:
     """Return the largest relative differences of (losses, gradients); the norms of all steps count as gradients."""
     losses = worst(map(_relative, found.losses, expected.losses))
     norms = worst(map(_relative, found.norms, expected.norms))
@@ -146,7 +146,7 @@ def difference(found: Measured, expected: Measured) -> tuple[float, float]:
     return losses, worst([norms, (apart / whole) ** 0.5])
 
 
-def measure(config: SftConfig, run: RunDir, world: World) -> Measured:
+def measure(config: SftConfig, run: RunDir, world: World) -> FirstSteps:
     """Take the first steps of a run with the product's trainer."""
     state = trainer.load(config, run, world)
     gradients: dict[str, torch.Tensor] = {}
@@ -160,7 +160,7 @@ def measure(config: SftConfig, run: RunDir, world: World) -> Measured:
     steps = [_step(state) for _ in range(STEPS)]
     state.tracker.finish(0)
     losses, norms = ([metrics[f"train/{key}"] for metrics in steps] for key in ("loss", "grad_norm"))
-    return Measured(losses, norms, gradients)
+    return FirstSteps(losses, norms, gradients)
 
 
 def _compared(bench: Bench, world: World, name: str, changes: Mapping[str, Any]) -> str:
@@ -179,10 +179,10 @@ def _compared(bench: Bench, world: World, name: str, changes: Mapping[str, Any])
     return text
 
 
-def _reference(bench: Bench, world: World) -> Measured:
+def _reference(bench: Bench, world: World) -> FirstSteps:
     """Return the same steps in float32 on one CPU. Every rank computes them alone."""
 
-    def compute() -> Measured:
+    def compute() -> FirstSteps:
         alone = World(rank=0, size=1, device=torch.device("cpu"))
         config = bench.sft().updated("trainer.device", "cpu")
         return measure(config, _run_dir(bench, world, f"reference-{world.rank}"), alone)
@@ -190,10 +190,10 @@ def _reference(bench: Bench, world: World) -> Measured:
     return _kept(bench, "reference", compute)
 
 
-def _kept(bench: Bench, name: str, compute: Callable[[], Measured]) -> Measured:
+def _kept(bench: Bench, name: str, compute: Callable[[], FirstSteps]) -> FirstSteps:
     if name not in bench.memory:
         bench.memory[name] = compute()
-    found: Measured = bench.memory[name]
+    found: FirstSteps = bench.memory[name]
     return found
 
 
