@@ -48,21 +48,6 @@ def make_models(bench: Bench, world: World, _variant: str) -> str:
     return f"{' and '.join(sizes)}, with random weights, in the temporary folder of each node"
 
 
-def loss_and_gradients(bench: Bench, world: World, _variant: str) -> str:
-    """Compare the loss and the gradients on the device with those in float32 on one CPU."""
-    return _compared(bench, world, "default", {})
-
-
-def packing(bench: Bench, world: World, _variant: str) -> str:
-    """Compare single samples with the reference, which packs them."""
-    return _compared(bench, world, "single-samples", {"trainer.packing": False})
-
-
-def recomputation(bench: Bench, world: World, _variant: str) -> str:
-    """Compare a run that recomputes activations with the reference."""
-    return _compared(bench, world, "recomputation", {"model.enable_gradient_checkpointing": True})
-
-
 def sharding(bench: Bench, world: World, mode: str) -> str:
     """Compare a mode of sharding with the reference, which is not sharded."""
     return _compared(bench, world, f"sharding-{mode}", {"trainer.sharding": mode})
@@ -73,16 +58,6 @@ def sequence_parallel(bench: Bench, world: World, size: str) -> str:
     micro_tokens = bench.sft().trainer.micro_tokens // int(size)
     changes = {"trainer.sequence_parallel": int(size), "trainer.micro_tokens": micro_tokens}
     return _compared(bench, world, f"sequence-parallel-{size}", changes)
-
-
-def compiled(bench: Bench, world: World, _variant: str) -> str:
-    """Compare compiled layers with the reference."""
-    return _compared(bench, world, "compiled", {"model.use_torch_compile": True})
-
-
-def liger(bench: Bench, world: World, _variant: str) -> str:
-    """Compare the kernels of Liger with the reference."""
-    return _compared(bench, world, "liger", {"model.use_liger": True})
 
 
 def resume(bench: Bench, world: World, _variant: str) -> str:
@@ -179,21 +154,24 @@ def _compared(bench: Bench, world: World, name: str, changes: Mapping[str, Any])
     return text
 
 
+def _comparing(name: str, changes: Mapping[str, Any]) -> Callable[[Bench, World, str], str]:
+    return lambda bench, world, _variant: _compared(bench, world, name, changes)
+
+
+loss_and_gradients = _comparing("default", {})
+packing = _comparing("single-samples", {"trainer.packing": False})
+recomputation = _comparing("recomputation", {"model.enable_gradient_checkpointing": True})
+compiled = _comparing("compiled", {"model.use_torch_compile": True})
+liger = _comparing("liger", {"model.use_liger": True})
+
+
 def _reference(bench: Bench, world: World) -> FirstSteps:
     """Return the same steps in float32 on one CPU. Every rank computes them alone."""
-
-    def compute() -> FirstSteps:
+    if "reference" not in bench.memory:
         alone = World(rank=0, size=1, device=torch.device("cpu"))
         config = bench.sft().updated("trainer.device", "cpu")
-        return measure(config, _run_dir(bench, world, f"reference-{world.rank}"), alone)
-
-    return _kept(bench, "reference", compute)
-
-
-def _kept(bench: Bench, name: str, compute: Callable[[], FirstSteps]) -> FirstSteps:
-    if name not in bench.memory:
-        bench.memory[name] = compute()
-    found: FirstSteps = bench.memory[name]
+        bench.memory["reference"] = measure(config, _run_dir(bench, world, f"reference-{world.rank}"), alone)
+    found: FirstSteps = bench.memory["reference"]
     return found
 
 

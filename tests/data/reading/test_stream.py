@@ -268,26 +268,12 @@ def test_a_process_that_ends_is_replaced_unless_it_is_waited_for(
 ) -> None:
     started = []
 
-    class Process:
-        """Ends at once."""
+    def ended(*_: object) -> Told:
+        started.append(Told(ProcessLost("ended with exit code 137")))
+        started[-1].alive = False
+        return started[-1]
 
-        alive = False
-
-        def __init__(self, *_: object) -> None:
-            started.append(self)
-
-        def send(self, value: object) -> None:
-            assert isinstance(value, DataSet | WindowOrder)
-
-        def has_answer(self, seconds: float) -> bool:
-            return True
-
-        def receive(self, seconds: float) -> Any:
-            raise ProcessLost("ended with exit code 137")
-
-        def end(self) -> None: ...
-
-    monkeypatch.setattr(windows, "WorkerProcess", Process)
+    monkeypatch.setattr(windows, "WorkerProcess", ended)
     one = reader(tmp_path, 10)
     one.start(0)
     one.start(0)
