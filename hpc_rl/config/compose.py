@@ -209,11 +209,7 @@ def _needs_hydra(override: str, known: set[str]) -> bool:
 
 
 def _parsed(override: str) -> Any:
-    """Return the value of one `key=value` in Hydra's grammar.
-
-    Raises:
-        UserError: it cannot be read.
-    """
+    """Return the value of one `key=value` in Hydra's grammar."""
     from hydra.core.override_parser.overrides_parser import OverridesParser
     from hydra.errors import HydraException
 
@@ -225,7 +221,6 @@ def _parsed(override: str) -> Any:
 
 
 def _unreadable(override: str) -> str:
-    """Return the message for an override that Hydra's grammar rejects."""
     key, _, text = override.partition("=")
     quoted = f"; quote text: \"{key}='{text}'\"" if not set(text) & set("'\"") else ""
     return (
@@ -277,7 +272,6 @@ def _split_overrides(job: str, overrides: Sequence[str]) -> tuple[dict[str, str 
 
 
 def _is_text(schema: type[BaseModel], key: str) -> bool:
-    """Return whether text is the type of a dotted key, or one of its types."""
     return str in leaf_types(find_annotation(schema, key))
 
 

@@ -62,7 +62,6 @@ def _prompt(sample: Sample) -> NDArray[np.int32]:
 
 
 def _exchanged(asked: Sample, answered: Sample, max_length: int) -> Sample:
-    """Return the prompt of one sample with the response of another."""
     prompt, response = len(_prompt(asked)), len(_prompt(answered))
     ids = np.concatenate([asked.input_ids[:prompt], answered.input_ids[response:]])[:max_length]
     mask = np.concatenate([asked.loss_mask[:prompt], answered.loss_mask[response:]])[:max_length]

@@ -113,6 +113,5 @@ def _sample(tokens: NDArray[np.int32]) -> Sample:
 
 
 def _columns(samples: Sequence[Sample]) -> list[pa.Array]:
-    """Return tokens and numbers of targets."""
     marked = as_lists([sample.input_ids * 2 + sample.loss_mask for sample in samples], np.int32)
     return [marked, as_array(np.array([sample.loss_mask.sum() for sample in samples], np.int32))]

@@ -166,11 +166,7 @@ def unused_of(tokenizer: PreTrainedTokenizerBase, template: str, chat: Chat, tex
 
 
 def _without_excluded(mask: NDArray[np.bool_], chat: Chat) -> NDArray[np.bool_]:
-    """Return the mask without the turns that are marked as not to be learned.
-
-    Raises:
-        UserError: the turns cannot be told apart, because the template writes nothing between two of them.
-    """
+    """Return the mask without the turns that are marked as not to be learned."""
     learned = [message.get(TRAIN, True) for message in chat.messages if message["role"] == "assistant"]
     if all(learned):
         return mask

@@ -220,7 +220,6 @@ def _generation(config: PpoConfig | GenerateConfig, shapes: Shapes, memory: floa
 
 
 def _training(config: FinetuneConfig | PpoConfig, shape: Shape, tokens: float, length: int, has_head: bool) -> float:
-    """Return the operations of forward and backward passes."""
     again = RECOMPUTED * len(recomputed_layers(config.model.enable_gradient_checkpointing, shape.layers)) / shape.layers
     passes = FROZEN if config.model.lora.is_used else TRAINED
     return operations(shape, tokens, length, passes + again, TRAINED + again, has_head)

@@ -205,7 +205,6 @@ class ShardedModel:
         return 3 * shape.queries + 2 * times * shape.keys + normed
 
     def _chunk(self, tokens: int) -> float:
-        """Return the bytes of a chunk of logits."""
         rows = FLOAT32 * self.shape.vocabulary
         limit = max(1, CHUNK_BYTES // rows)
         return float(rows * -(-tokens // -(-tokens // limit)))
@@ -278,7 +277,6 @@ class ShardedModel:
 
 
 def _weights(linears: Mapping[str, tuple[int, int]]) -> int:
-    """Return the number of weights of linear layers."""
     return sum(rows * columns for rows, columns in linears.values())
 
 

@@ -166,7 +166,6 @@ def _engine(config: Planned, shapes: Shapes, gpu: float) -> Engine | None:
 
 
 def _window_bytes(config: Planned) -> float:
-    """Return the disk space of a window's tokens (data.stream_rows)."""
     if not isinstance(config, FinetuneConfig) or config.data.stream_rows is None:
         return 0.0
     return float(config.data.stream_rows * config.data.longest * TOKEN_BYTES)

@@ -127,7 +127,6 @@ def folder_of(config: JobConfig, run: RunDir) -> Path:
 
 
 def _sees_all(world: World, root: Path) -> bool:
-    """Return whether all ranks see the same folder."""
     if world.size == 1:
         return True
     name = world.broadcast(f".seen-{secrets.token_hex(8)}" if world.is_main else None)
@@ -254,7 +253,6 @@ def _write(
 
 
 def _tokenize(part: PartWriter | None, world: World, stopping: Stopping) -> None:
-    """Write all parts; see `_write`."""
     while True:
         problem = world.together(lambda: None if part is None else part.advance(_ROUND_S))
         heart.beat()
@@ -270,11 +268,7 @@ def _tokenize(part: PartWriter | None, world: World, stopping: Stopping) -> None
 def _publish(
     request: TokenizeRequest, root: Path, building: entries.Building, summaries: Sequence[Mapping[str, Any]]
 ) -> str | None:
-    """Complete an entry, and remove those of earlier contents. Return why this is not possible, or None.
-
-    Args:
-        summaries: of the parts.
-    """
+    """Complete an entry, and remove those of earlier contents. Return why this is not possible, or None."""
     try:
         complete(building.folder, request, summaries)
         building.publish()
@@ -294,7 +288,6 @@ def _earlier(request: TokenizeRequest, root: Path) -> list[Path]:
 def _opened(
     request: TokenizeRequest, entry: Path, share: tuple[int, int] | None
 ) -> tuple[tuple[Tokenized[Any], Any] | None, str | None]:
-    """Return what `opened` returns, or else why it cannot."""
     try:
         return opened(request, entry, share), None
     except Unusable as error:

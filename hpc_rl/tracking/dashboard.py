@@ -165,7 +165,6 @@ def _nodes(nodes: Sequence[NodeUsage], hidden: int, width: int) -> Table:
 
 
 def _timeline(timeline: Timeline, width: int) -> Table:
-    """Draw when each part of a step ran."""
     grid = Table.grid(padding=(0, 2))
     bar = max(10, min(60, width - 30))
     grid.add_row(Text(f"step {timeline.step:,}", style="dim"), Text(f"0{timeline.length:>{bar - 1}}", style="dim"))

@@ -161,7 +161,6 @@ def cells(spans: Iterable[Span], seconds: float, width: int) -> list[bool]:
 
 
 def _within(spans: Iterable[Span], seconds: float) -> list[Span]:
-    """Cut off what is outside of the step."""
     cut = [(max(0.0, start), min(seconds, end)) for start, end in spans]
     return [(start, end) for start, end in cut if start < end]
 

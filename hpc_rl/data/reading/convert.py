@@ -77,7 +77,6 @@ def _rows(file: str, name: str, shape: RowShape, left_out: list[str]) -> Iterato
 
 
 def _reader(shape: RowShape) -> AnyData:
-    """Return the options that read the converted rows."""
     files = ["converted"]
     if shape.kind == "ppo":
         return PromptDataConfig(train_files=files)

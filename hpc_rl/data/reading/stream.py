@@ -232,7 +232,6 @@ def _opened(data: DataSet, commit: str) -> IterableDataset:
 
 
 def _reason(error: BaseException) -> str:
-    """Return what an error states, in one line."""
     return " ".join(str(error).split())[:300] or type(error).__name__
 
 

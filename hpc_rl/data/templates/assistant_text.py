@@ -235,11 +235,7 @@ def _composed(
 
 
 def _end_in(later: str, replaced: str, turn: _Turn, where: str) -> int:
-    """Return where a turn ends in a later state of the conversation, which may have it in another form.
-
-    Args:
-        replaced: the later state if the turn had another content.
-    """
+    """Return where a turn ends in a later state of the conversation, which may have it in another form."""
     end = len(later) - common_length(later[::-1], replaced[::-1])
     same = common_length(turn.text[: turn.start], later)
     if min(same, end) < turn.start - turn.prompt:

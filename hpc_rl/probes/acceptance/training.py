@@ -139,11 +139,7 @@ def measure(config: SftConfig, run: RunDir, world: World) -> FirstSteps:
 
 
 def _compared(bench: Bench, world: World, name: str, changes: Mapping[str, Any]) -> str:
-    """Take steps with some keys changed.
-
-    Raises:
-        Failed: they differ from the reference by more than rounding explains.
-    """
+    """Take steps with some keys changed."""
     expected = _reference(bench, world)
     found = measure(bench.sft(changes), _run_dir(bench, world, name), world)
     losses, gradients = difference(found, expected)
