@@ -271,7 +271,6 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
     "half-written": (lambda entry: (entry / "checksums.json").unlink(), "checksums.json is missing"),
     "no json": (lambda entry: (entry / "checksums.json").write_text("{"), "checksums.json is not a JSON object"),
     "no sums": (lambda entry: (entry / "checksums.json").write_text("{}"), "checksums.json is not valid"),
-    "no lock": (lambda entry: (entry / "lock").unlink(), "lock is missing"),
     "description": (lambda entry: flip(entry / "data.json"), "data.json does not match its checksum"),
 }
 
@@ -288,6 +287,13 @@ def test_a_damaged_entry_is_written_again(
     assert DAMAGE[damage][1] in out and out.endswith("): tokenizing again\n")
     assert load(file, root, not_again) == (KEPT, COUNTED)
     assert list(root.iterdir()) == [entry_of(root)]
+
+
+def test_an_entry_without_its_lock_is_written_again(file: Path, root: Path) -> None:
+    load(file, root)
+    (entry_of(root) / "lock").unlink()
+    assert load(file, root) == (KEPT, COUNTED)
+    assert load(file, root, not_again) == (KEPT, COUNTED)
 
 
 def test_an_entry_of_earlier_contents_is_replaced(
