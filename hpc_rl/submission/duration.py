@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from hpc_rl.config.rl.generate import GenerateConfig
 from hpc_rl.config.rl.ppo import PpoConfig
-from hpc_rl.config.rl.rollout import engine_spec
+from hpc_rl.config.rl.rollout import engine_name
 from hpc_rl.errors import UserError
 from hpc_rl.plan.duration import BANDWIDTH, MFU, Duration, gpus_of, items_of, step_seconds, steps_of
 from hpc_rl.plan.hardware import gpu_model
@@ -100,4 +100,4 @@ def _percent(ends: tuple[float, float]) -> str:
 
 
 def _in_process(config: PpoConfig | GenerateConfig) -> str:
-    return engine_spec(config).module.rpartition(".")[2]
+    return engine_name(config.rollout, config.trainer.computes_on)

@@ -233,7 +233,7 @@ def expected(kind: str, found: JobPlan) -> dict[str, Any]:
         gpus=gpus_of(config),
         parameters=shapes[config.model.path].total,
         items=items_of(config),
-        step_s=tuple(round(seconds, 3) for seconds in time.step) if isinstance(time, Duration) else (),
+        step_s=[round(seconds, 3) for seconds in time.step] if isinstance(time, Duration) else [],
     )
     return {KEY: asdict(facts)}
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from pydantic import TypeAdapter, ValidationError
@@ -34,7 +35,7 @@ class Expected:
     """Of the model."""
     items: int = 0
     """Samples or responses of a step."""
-    step_s: tuple[float, ...] = ()
+    step_s: Sequence[float] = ()
     """The shortest and the longest time of a step in seconds; empty if no speed is known."""
 
     def beside(self, recorded_gb: float) -> str:

@@ -15,7 +15,7 @@ from hpc_rl.tracking.recorded import read_run
 from hpc_rl.tracking.summary import run_summary
 
 EXPECTED = Expected(
-    "generation", 63.9, 76.0, 39.94, ["trainer.micro_tokens=4096"], "h100", 8, 7_000_000_000, 64, (1.25, 3.5)
+    "generation", 63.9, 76.0, 39.94, ["trainer.micro_tokens=4096"], "h100", 8, 7_000_000_000, 64, [1.25, 3.5]
 )
 OLDER = ("phase", "peak_gb", "usable_gb", "training_gb", "less")
 """What the first plans recorded."""
