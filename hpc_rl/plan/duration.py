@@ -84,6 +84,11 @@ def items_of(config: Planned) -> int:
     return PROMPTS * config.rollout.n if isinstance(config, GenerateConfig) else config.data.train_batch_size
 
 
+def length_of(config: Planned) -> int:
+    """Return the largest number of tokens of a sample, of a pair, or of a response with its prompt."""
+    return config.data.longest
+
+
 def steps_of(config: Planned, rows: int | None) -> float | None:
     """Return the number of steps, or of times PROMPTS prompts; None if it depends on data of unknown size.
 
@@ -155,7 +160,7 @@ def _seconds(config: Planned, parts: list[PlannedWork], gpu: GpuModel, mfu: floa
 
 
 def _finetuning(config: FinetuneConfig, shapes: Shapes) -> Iterator[PlannedWork]:
-    length, nodes, ranks = config.data.longest, config.trainer.nnodes, config.trainer.n_gpus_per_node
+    length, nodes, ranks = length_of(config), config.trainer.nnodes, config.trainer.n_gpus_per_node
     tokens = float(items_of(config) * length)
     teachers = (config.teacher.ranks_per_node or 0) if isinstance(config, DistillConfig) else 0
     gpus = nodes * (ranks - teachers)

@@ -8,9 +8,9 @@ from typing import NamedTuple
 
 from hpc_rl.config.rl.generate import GenerateConfig
 from hpc_rl.config.rl.ppo import PpoConfig
-from hpc_rl.config.rl.rollout import engine_name
+from hpc_rl.config.rl.rollout import engine_spec
 from hpc_rl.errors import UserError
-from hpc_rl.plan.duration import BANDWIDTH, MFU, Duration, gpus_of, items_of, step_seconds, steps_of
+from hpc_rl.plan.duration import BANDWIDTH, MFU, Duration, gpus_of, items_of, length_of, step_seconds, steps_of
 from hpc_rl.plan.hardware import gpu_model
 from hpc_rl.plan.memory import Planned, Shapes
 from hpc_rl.runs.speeds import Measured, newest_like
@@ -47,7 +47,7 @@ def duration_of(
     """
     steps, nodes = steps_of(config, rows), config.trainer.nnodes
     if measured is not None:
-        seconds = measured.step_seconds(items_of(config), config.data.longest, gpus_of(config))
+        seconds = measured.step_seconds(items_of(config), length_of(config), gpus_of(config))
         basis = (
             f"as fast as run {measured.run}: {measured.throughput:,.0f} tokens/s/GPU, "
             f"samples of {measured.tokens:,.0f} tokens"
@@ -65,7 +65,7 @@ def duration_of(
     basis = f"at {_percent(MFU)} of {model.tflops:g} TFLOPS"
     if isinstance(config, PpoConfig | GenerateConfig):
         basis += f" and {_percent(BANDWIDTH)} of {model.bandwidth:g} TB/s"
-    return Duration(found, steps, nodes, f"{basis}, all at their full length of {config.data.longest:,} tokens")
+    return Duration(found, steps, nodes, f"{basis}, all at their full length of {length_of(config):,} tokens")
 
 
 def rows_of(config: Planned) -> int | None:
@@ -100,4 +100,4 @@ def _percent(ends: tuple[float, float]) -> str:
 
 
 def _in_process(config: PpoConfig | GenerateConfig) -> str:
-    return engine_name(config.rollout, config.trainer.computes_on)
+    return engine_spec(config).module.rpartition(".")[2]
