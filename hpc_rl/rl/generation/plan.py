@@ -53,7 +53,6 @@ class Placed(LazyRows[Asked]):
         return self._ends[-1]
 
     def row(self, index: int) -> Asked:
-        """See `LazyRows.row`."""
         number = bisect_right(self._ends, index)
         source, place = self._sources[number], index - self._ends[number] + len(self._sources[number].prompts)
         return Asked(source.name, place, index, source.prompts[place])
