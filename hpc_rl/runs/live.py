@@ -24,7 +24,7 @@ from hpc_rl.runs import control
 from hpc_rl.runs.stages import start_phase
 from hpc_rl.runs.status import status_of
 from hpc_rl.system.files import Follower, read_end
-from hpc_rl.tracking.dashboard import Snapshot, printable, screen
+from hpc_rl.tracking.dashboard import RunSnapshot, printable, screen
 from hpc_rl.tracking.formatting import duration, hours
 from hpc_rl.tracking.history import read_history
 from hpc_rl.tracking.metrics import MOST_STEPS, Record, completed, parse_line, read_thinned
@@ -106,13 +106,13 @@ class WatchedRun:
     def active(self) -> bool:
         return not self._ended
 
-    def look(self) -> Snapshot:
+    def look(self) -> RunSnapshot:
         if self.active and time.monotonic() >= self._asked + self._interval:
             self._interval = min(self._interval * 1.3, control.STATE_POLL_S[1])
             self._ask()
         self._read_metrics()
         state = self.status.state if self.status.active else ""
-        return Snapshot(
+        return RunSnapshot(
             name=printable(self._run.name),
             state=self.status.state,
             facts=[printable(fact) for fact in self._facts()],

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -219,7 +219,7 @@ def expected(kind: str, found: JobPlan) -> dict[str, Any]:
         items=items_of(config),
         step_s=[round(seconds, 3) for seconds in time.step] if isinstance(time, Duration) else [],
     )
-    return {KEY: facts.as_dict()}
+    return {KEY: asdict(facts)}
 
 
 def on_fewest_nodes(request: JobRequest) -> tuple[JobRequest, str]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +30,7 @@ def made(root: Path, name: str, age: int, plan: Expected = PLAN, kind: str = "sf
     """Make a run of three steps, the first of which is slow; `age` in seconds."""
     run = RunDir(root / name)
     run.path.mkdir(parents=True)
-    run.job.write_text(json.dumps({"kind": kind, "plan": plan.as_dict()}))
+    run.job.write_text(json.dumps({"kind": kind, "plan": asdict(plan)}))
     os.utime(run.job, (1_000_000 - age, 1_000_000 - age))
     speeds = [10.0, 8000.0, 8200.0, 7800.0]
     records = [
