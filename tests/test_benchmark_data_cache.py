@@ -10,6 +10,7 @@ import pytest
 from benchmarks import data_cache, prompt_cache
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_a_small_run_measures_each_way(tmp_path: Path) -> None:
     found = data_cache.measure(tmp_path, rows=600, ranks=2)
@@ -19,6 +20,7 @@ def test_a_small_run_measures_each_way(tmp_path: Path) -> None:
     assert len(list((tmp_path / "runs" / f".tokenized-{os.getuid()}").glob("[!.]*/*.arrow"))) == 2
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_prompts_are_loaded_in_each_way(tmp_path: Path) -> None:
     data_cache.make_data(tmp_path, 600)
