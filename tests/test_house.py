@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-MOST_LINES = {"hpc_rl": 0, "tests": 0}
+MOST_LINES = {"hpc_rl": 72920, "tests": 74200}
 """Lines of Python."""
 MOST_FILES = 17
 CROWDED = {
