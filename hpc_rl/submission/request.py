@@ -15,8 +15,8 @@ from hpc_rl.config.kinds import KINDS
 from hpc_rl.config.references import expanded_path
 from hpc_rl.errors import UserError
 from hpc_rl.run_dir import ENV_RUN_DIR, RunDir
+from hpc_rl.runs.folders import ROOT
 from hpc_rl.runs.models import models_of_runs
-from hpc_rl.runs.status import ROOT
 from hpc_rl.sites.profile import load_profile
 from hpc_rl.slurm.commands import NodeListing
 from hpc_rl.slurm.place import here
@@ -33,7 +33,7 @@ _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]*")
 
 
 @dataclass(frozen=True)
-class Request:
+class JobRequest:
     """A user's request: the arguments of `hpc-rl submit` and `hpc-rl render`, or of `hpc_rl.submit`."""
 
     kind: str
@@ -73,7 +73,7 @@ class Request:
                 trust_group(word.partition("=")[2])
 
 
-def plan(request: Request, taken: frozenset[str] = frozenset(), nodes: NodeListing | None = None) -> Job:
+def plan(request: JobRequest, taken: frozenset[str] = frozenset(), nodes: NodeListing | None = None) -> Job:
     """Plan the job that a request describes: compose its configuration and name it. Changes nothing.
 
     A job without a name gets the first free name of sft-1, sft-2 and so on, so that a dry run shows exactly the script
@@ -104,7 +104,7 @@ def plan(request: Request, taken: frozenset[str] = frozenset(), nodes: NodeListi
     return job_of(request, config, taken, devices)
 
 
-def job_of(request: Request, config: JobConfig, taken: frozenset[str], devices: Devices) -> Job:
+def job_of(request: JobRequest, config: JobConfig, taken: frozenset[str], devices: Devices) -> Job:
     """Return the job of a request whose configuration is already composed.
 
     Args:
@@ -132,7 +132,7 @@ def job_of(request: Request, config: JobConfig, taken: frozenset[str], devices: 
     )  # fmt: skip
 
 
-def typed_run_dir(request: Request) -> Path | None:
+def typed_run_dir(request: JobRequest) -> Path | None:
     """Return the run directory that the user has chosen, with variables and `~` replaced as in the configuration.
 
     Raises:
