@@ -12,7 +12,7 @@ from hpc_rl.rl.rollout.sglang.engine import SglangEngine, load
 from tests.rl.ppo_config import ppo_config
 from tests.rl.rollout.tiny_engine import prompts, sharp_model
 
-SERVERS = Path(__file__).parents[2] / "sglang_api"
+SERVERS = Path(__file__).parents[1] / "sglang_api"
 """The folder that has to be in PYTHONPATH."""
 EOS = range(12)
 """Several tokens, so that some responses end early."""
