@@ -16,7 +16,7 @@ from hpc_rl.slurm import commands
 from hpc_rl.slurm.place import Place
 from hpc_rl.slurm.states import ENDED
 from hpc_rl.submission import queue
-from hpc_rl.submission.resuming import check_again, start_of
+from hpc_rl.submission.resuming import check_again, edits_told, start_of
 from hpc_rl.submission.script.directives import environment_notes
 from hpc_rl.submission.script.render import write_support
 from hpc_rl.submission.series.after import afterok, find_after_again
@@ -47,7 +47,6 @@ def _requeue(run: RunDir) -> str:
     if not run.script.is_file():
         raise UserError(f"run {run.name} has no {run.script.name}: submit it again with {control.naming_option(run)}")
     script = _script_of(run)
-    refuse_edited_settings(run)
     if now.active:
         return _from_within(run, now, script)
     if now.job_id is not None and not in_slurm(run):
@@ -62,7 +61,7 @@ def _requeue(run: RunDir) -> str:
             f"on a file system that the nodes share, or with {control.naming_option(run)} if they see this one"
         )
     after = find_after_again([run])
-    notes = check_again([run])
+    notes = [*check_again([run]), *edits_told(run)]
     run.stop.unlink(missing_ok=True)
     queued = queue.queue_after(script, after, place=place_of(run))
     queue.record_again(run, queued)
@@ -70,16 +69,6 @@ def _requeue(run: RunDir) -> str:
     waits = f" after job {', '.join(after.job_ids)}" if after and after.job_ids else ""
     submitted = f"submitted job {queued.job_id}{waits}: run {run.name} {start_of(run)} (previous state: {now.state})"
     return "\n".join([submitted, *notes, *environment_notes(os.environ, run.script.read_text())])
-
-
-def refuse_edited_settings(run: RunDir) -> None:
-    """Raise UserError if config.yaml was edited: the job's script would overwrite it without the edit."""
-    if attempt := run.edited_since():
-        raise UserError(
-            f"{run.config} was edited after {attempt.name}, and a requeued job uses the settings in {run.script.name}: "
-            f"submit the run again with {control.naming_option(run)} and the changed settings as key=value, or undo "
-            f"the edit (cp {attempt / run.config.name} {run.config})"
-        )
 
 
 def _from_within(run: RunDir, now: RunStatus, script: str) -> str:
@@ -235,7 +224,6 @@ def _script_of_stage(pipeline: RunSet, now: RunStatus) -> str:
             f"with --job-name {pipeline.name}"
         )
     run.check_owner()
-    refuse_edited_settings(run)
     return _script_of(run)
 
 
@@ -264,9 +252,9 @@ def _requeue_sweep(sweep: SweepDir) -> str:
     script = _own_script(sweep.script)
     for now in again.values():  # the array runs these scripts
         run_of(now).check_owner()
-        refuse_edited_settings(run_of(now))
         _script_of(run_of(now))
     notes = check_again([run_of(now) for now in again.values()])
+    notes += [line for now in again.values() for line in edits_told(run_of(now))]
     limit = re.search(r"^#SBATCH --array=\S*?(%\d+)$", script, re.MULTILINE)
     after = find_after_again(sweep.runs())
     for now in again.values():

@@ -179,7 +179,11 @@ def _check_completed(job: Job) -> None:
         return
     before = read_options(job.run_dir.config)
     old = [key for key in before if not key.startswith("slurm.")]
-    if changed := [f"{key}: {text}" for key, text in changes(before, job).items() if key in old]:
+    if changed := [
+        f"{key}: {text}"
+        for key, text in changes(before, flat(job.config.model_dump(mode="json"))).items()
+        if key in old
+    ]:
         raise UserError(
             f"stage {job.run_dir.name} has completed with other settings ({'; '.join(changed)}): give the same ones to "
             "continue, or start again with another --job-name"
