@@ -144,8 +144,6 @@ bench: export PYTHONPATH := $(CURDIR)/build/bench
 bench: .venv/test build/bench
 	$(BIN)/python -m benchmarks.sft
 	$(BIN)/python -m benchmarks.preferences
-	$(BIN)/python -m benchmarks.loss_memory
-	$(BIN)/python -m benchmarks.divergence_memory
 	$(BIN)/python -m benchmarks.scaling
 	$(BIN)/python -m benchmarks.ray_up
 	$(BIN)/python -m benchmarks.ppo
@@ -156,17 +154,12 @@ bench: .venv/test build/bench
 	$(BIN)/python -m benchmarks.rollout --engine vllm
 	$(BIN)/python -m benchmarks.rollout_simulation
 	$(BIN)/python -m benchmarks.async_rl
-	$(BIN)/python -m benchmarks.early_columns
 	$(BIN)/python -m benchmarks.lora
 
 bench-scale: .venv/test
 	.ci/install-slurm
 	$(BIN)/python -m benchmarks.scale_meeting
 	$(BIN)/python -m benchmarks.driver
-	$(BIN)/python -m benchmarks.scale_runs
-	$(BIN)/python -m benchmarks.scale_report
-	$(BIN)/python -m benchmarks.data_cache
-	$(BIN)/python -m benchmarks.prompt_cache
 	$(BIN)/python -m benchmarks.ray_up --nodes 8 --repeats 1 --name scale_ray_up
 
 # The API reference is read from the source, so this environment needs no torch.

@@ -135,9 +135,7 @@ def trainer_state(
         val=[],
         val_sizes=sizes_of([]),
         total_steps=10**6,
-        tracker=Tracker(
-            run, {}, loggers=[], project="", name="", wandb_mode="", wandb_proxy=None, wandb_id=None, is_main=False
-        ),
+        tracker=Tracker(settings, run, None, is_main=False),
         saver=Saver(run.checkpoints, OneModel(model, optimizer, None, world), world, keep=1),
         stopping=Stopping(run, settings.slurm.warning_s, job_end=unlimited),
         step=0,

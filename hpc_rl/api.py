@@ -61,7 +61,7 @@ class Run:
     """The run directory, absolute."""
 
     def __init__(self, target: str | Path) -> None:
-        from hpc_rl.runs.status import find_run as find
+        from hpc_rl.runs.finding import find_run as find
 
         self.path = find(str(target)).path
 
@@ -200,7 +200,7 @@ def submit(
     """
     from hpc_rl.config.kinds import offered
     from hpc_rl.submission import launch
-    from hpc_rl.submission.request import Request
+    from hpc_rl.submission.request import JobRequest
 
     kinds = [row.name for row in offered()]
     if kind not in kinds:
@@ -215,7 +215,7 @@ def submit(
         "slurm.account": account,
         "slurm.job_name": job_name,
     }
-    request = Request(
+    request = JobRequest(
         kind=kind,
         overrides=tuple(overrides),
         program=tuple(program),

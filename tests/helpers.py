@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import shlex
+import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 
 from hpc_rl.probes.tiny_model import CHAT_TEMPLATE, chats, make_tiny_model, make_tokenizer, write_chats
@@ -11,12 +14,26 @@ from hpc_rl.probes.tiny_model import CHAT_TEMPLATE, chats, make_tiny_model, make
 __all__ = [
     "CHAT_TEMPLATE",
     "chats",
+    "hpc_rl",
     "make_tiny_model",
     "make_tokenizer",
     "recorded",
     "write_chats",
     "write_python_program",
 ]
+
+
+def hpc_rl(
+    *words: str, folder: Path | None = None, environ: Mapping[str, str] | None = None, check: bool = False
+) -> subprocess.CompletedProcess[str]:
+    """Run a command of hpc-rl in a process of its own.
+
+    Args:
+        environ: replaces the environment.
+    """
+    command = [sys.executable, "-m", "hpc_rl.cli", *words]
+    environ = os.environ if environ is None else environ
+    return subprocess.run(command, cwd=folder, env=environ, capture_output=True, text=True, timeout=600, check=check)
 
 
 def recorded(cluster: str, command: str) -> str:

@@ -16,8 +16,6 @@ PACKAGES = ROOT / "build/bench"
 SMALL = {
     "sft": "--vocabulary 4096 --repeats 1",
     "preferences": "--vocabulary 4096 --repeats 1",
-    "loss_memory": "--tokens 256",
-    "divergence_memory": "--tokens 256",
     "scaling": "--repeats 1",
     "ray_up": "--nodes 2 --repeats 1",
     "ppo": "--repeats 1 --steps 1",
@@ -27,7 +25,6 @@ SMALL = {
     "rollout": "--engine hf --responses 16 --repeats 1",
     "rollout_simulation": "--engines 8",
     "async_rl": "--seeds 1 --steps 8 --sft-steps 5",
-    "early_columns": "--repeats 1 --steps 8 --sft-steps 5",
     "lora": "--repeats 1",
 }
 

@@ -10,18 +10,13 @@ import pytest
 from benchmarks import (
     async_rl,
     carrier,
-    data_cache,
     driver,
     generate,
     gpu_jobs,
-    launches,
-    prompt_cache,
     ray_up,
     rollout,
     rollout_simulation,
     scale_meeting,
-    scale_report,
-    scale_runs,
     sft_gpu,
 )
 from benchmarks.common import median, median_ratio
@@ -45,30 +40,12 @@ def fine_tuning() -> Iterator[str]:
                 yield f"| {who} | {median(speeds):,.0f} | {ratio} |"
 
 
-def operators() -> Iterator[str]:
-    yield from map(line, launches.rows(result("launches")))
-
-
-def memory() -> Iterator[str]:
-    measured = result("loss_memory")
-    for name, row in measured.items():
-        plain = measured[f"{name.partition(',')[0]}, plain logits"]
-        yield f"| {name} | {row['gib']:.2f} | {row['gib'] / plain['gib']:.0%} |"
-
-
 def preferences() -> Iterator[str]:
     for name in ("preferences_4096", "preferences_151936"):
         for measured in result(name).values():
             for who, speeds in measured.items():
                 ratio = "" if who == "hpc-rl" else f"{median_ratio(measured['hpc-rl'], speeds):.2f}"
                 yield f"| {who} | {median(speeds):,.2f} | {ratio} |"
-
-
-def divergences() -> Iterator[str]:
-    measured = result("divergence_memory")
-    plain = measured["forward, plain logits"]["gib"]
-    for name, row in measured.items():
-        yield f"| {name} | {row['gib']:.2f} | {row['gib'] / plain:.0%} |"
 
 
 def ranks() -> Iterator[str]:
@@ -157,9 +134,6 @@ def fine_tuning_on_a_gpu() -> Iterator[str]:
 TABLES = (
     fine_tuning,
     preferences,
-    operators,
-    memory,
-    divergences,
     ranks,
     reinforcement_learning,
     weight_sync,
@@ -179,10 +153,6 @@ SCALE = {
     "scale_meeting": scale_meeting.rows_of,
     "scale_ray_up": ray_up.rows_of,
     "driver": driver.rows_of,
-    "scale_runs": scale_runs.rows_of,
-    "scale_report": scale_report.rows_of,
-    "data_cache": data_cache.rows_of,
-    "prompt_cache": prompt_cache.rows_of,
 }
 """Results of `make bench-scale`, and what makes the rows of their tables."""
 

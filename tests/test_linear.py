@@ -22,7 +22,7 @@ import pytest
 
 from hpc_rl.data.reading.formats import read_rows
 from hpc_rl.data.templates.assistant_text import find_spans
-from hpc_rl.data.templates.turn_ends import End, Ends
+from hpc_rl.data.templates.turn_ends import Ends, TurnEnd
 from hpc_rl.doctor import diagnosis, training
 from hpc_rl.environments import tool_calls
 from hpc_rl.errors import UserError
@@ -239,7 +239,7 @@ def rewritten(messages: list[dict[str, Any]], generation_prompt: bool) -> str:
 
 def spans_of(text: str) -> list[tuple[int, int]]:
     asked, said = {"role": "user", "content": "?"}, {"role": "assistant", "content": f"<think>{text}</think>{text}"}
-    return find_spans(rewritten, [asked, said, asked, said], Ends(End("<end>"), None), "").spans
+    return find_spans(rewritten, [asked, said, asked, said], Ends(TurnEnd("<end>"), None), "").spans
 
 
 COMMON = (("", "a"), ("", " "), ("", "\n"), ("", "\n "), ("", "{"), ("", "9,"))

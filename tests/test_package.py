@@ -38,7 +38,7 @@ def test_every_file_beside_the_code_is_installed() -> None:
     patterns = [
         f"{package.replace('.', '/')}/{pattern}"
         for package, found in CONFIG["options.package_data"].items()
-        for pattern in found.split()
+        for pattern in found.replace(",", " ").split()
     ]
     files = [path for path in (ROOT / "hpc_rl").rglob("*") if path.is_file() and "__pycache__" not in path.parts]
     packages = {init.parent for init in (ROOT / "hpc_rl").rglob("__init__.py")}

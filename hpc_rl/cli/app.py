@@ -5,8 +5,9 @@ from __future__ import annotations
 import inspect
 import os
 import sys
-from collections.abc import Sequence
-from typing import Annotated, Any, NoReturn
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 from typer.core import TyperCommand, TyperGroup
@@ -16,6 +17,10 @@ from hpc_rl.cli.completion import run_names, site_names
 from hpc_rl.config.kinds import offered
 from hpc_rl.errors import UserError
 from hpc_rl.liveness.signs_of_life import begin_command
+from hpc_rl.run_dir import RunDir
+
+if TYPE_CHECKING:
+    from hpc_rl.runs.status import RunStatus
 
 
 def one_of(what: str, names: Sequence[str]) -> dict[str, Any]:
@@ -186,6 +191,42 @@ def program_of(context: typer.Context) -> tuple[str, ...]:
 
 def note(text: str) -> None:
     print(f"hpc-rl: {text}", file=sys.stderr)
+
+
+def path(text: str) -> Path:
+    """Return a path with variables and `~` replaced: a shell replaces neither in `--out=~/x` nor within quotes."""
+    from hpc_rl.config.references import expanded_path
+
+    try:
+        return Path(expanded_path(text))
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from error
+
+
+INTERRUPTED = 130
+"""Exit code of a program that Ctrl-C ended: 128 + SIGINT."""
+
+
+def interrupted(run: RunDir) -> int:
+    """Report that a run's job continues although the user has pressed Ctrl-C, and return the exit code."""
+    from hpc_rl.runs.status import current_job
+
+    note(f"job {current_job(run)} continues; end it with hpc-rl stop {run.name} or hpc-rl cancel {run.name}")
+    return INTERRUPTED
+
+
+def wait_for(run: RunDir, poll: Callable[[], None], saw: Callable[[RunStatus], None]) -> int:
+    """Wait until a run's job has ended, and return its exit code. Ctrl-C ends the waiting only.
+
+    Args:
+        saw: receives the status of the run whenever Slurm was asked.
+    """
+    from hpc_rl.runs import control
+
+    try:
+        return control.wait(run, poll, saw)
+    except KeyboardInterrupt:
+        return interrupted(run)
 
 
 def continue_in_job_python(command: str, packages: Sequence[str], python: str | None = None) -> None:

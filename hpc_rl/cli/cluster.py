@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from hpc_rl.cli.app import JsonOption, SiteOption, app, leave, note
-from hpc_rl.cli.paths import path
+from hpc_rl.cli.app import JsonOption, SiteOption, app, leave, note, path
 from hpc_rl.cli.submit import SlurmFlags, with_slurm_flags
 from hpc_rl.cli.text import explanation_text
 from hpc_rl.errors import UserError
@@ -21,7 +20,6 @@ from hpc_rl.errors import UserError
 if TYPE_CHECKING:
     from hpc_rl.sites.choice import Choice
     from hpc_rl.sites.profile import Profile
-    from hpc_rl.sites.proposal import Facts
     from hpc_rl.slurm.cluster import Partition
 
 
@@ -119,7 +117,8 @@ def explain(
     Example: hpc-rl explain slurm-123.out
     """
     from hpc_rl.doctor import diagnosis
-    from hpc_rl.runs.status import CANCELLED, find_run, status_of
+    from hpc_rl.runs.finding import find_run
+    from hpc_rl.runs.status import CANCELLED, status_of
     from hpc_rl.slurm.states import never_starts
 
     if Path(target).is_file():
@@ -208,7 +207,8 @@ def detect(
     partition = partitions[0] if yes else _ask_partition(partitions)
     accounts = choose_accounts(facts, partition)
     account = _only(accounts, partition) if yes else _ask_account(accounts)
-    _warn(facts, accounts)
+    if facts.needs_account and not accounts:
+        note("Slurm rejects jobs without an account, but lists none for you: ask the cluster's administrators")
     choice, refused = tried(partition, account, is_account_fixed=not yes and len(accounts) > 1)
     for other in partitions if yes and refused else []:
         if other == partition:
@@ -259,11 +259,6 @@ def _ask(what: str, choices: list[str], likely: str) -> str:
         if answer in choices:
             return answer
         note(f"{answer!r} is not in the list")
-
-
-def _warn(facts: Facts, accounts: list[str]) -> None:
-    if facts.needs_account and not accounts:
-        note("Slurm rejects jobs without an account, but lists none for you: ask the cluster's administrators")
 
 
 def _as_text(profile: Profile) -> str:

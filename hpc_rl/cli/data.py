@@ -7,8 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from hpc_rl.cli.app import RunArgument, SiteOption, app, continue_in_job_python, leave, one_of
-from hpc_rl.cli.paths import path
+from hpc_rl.cli.app import RunArgument, SiteOption, app, continue_in_job_python, leave, one_of, path
 from hpc_rl.errors import UserError
 from hpc_rl.formats.counted import counted
 
@@ -263,7 +262,7 @@ def sync(run: RunArgument) -> None:
 
     Example: hpc-rl wandb sync sft-1
     """
-    from hpc_rl.runs.status import find_run
+    from hpc_rl.runs.finding import find_run
     from hpc_rl.tracking.wandb_sync import sync as sync_run
 
     sync_run(find_run(run))

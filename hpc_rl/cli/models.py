@@ -60,13 +60,13 @@ def evaluate(
     Example: hpc-rl eval sft-1 data=test.jsonl reward.function=gsm8k rollout.n=8 --follow
     """
     from hpc_rl.runs.models import model_of
-    from hpc_rl.submission.request import Request
+    from hpc_rl.submission.request import JobRequest
 
     words = [_data_files(word) for word in arguments or []]
     if set_twice := [word for word in words if word.startswith("model.path=")]:
         raise UserError(f"{set_twice[0]}: the model is the first argument, {model}: leave model.path out")
     settings = {**flags.settings(), "model.path": model_of(model, may_come=flags.after is not None)}
-    request = Request(
+    request = JobRequest(
         kind="eval",
         overrides=tuple(words),
         settings=settings,

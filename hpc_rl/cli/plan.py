@@ -20,9 +20,7 @@ if TYPE_CHECKING:
     from hpc_rl.plan.memory import Planned
     from hpc_rl.plan.plan import Plan
     from hpc_rl.plan.shape import Shape
-    from hpc_rl.runs.speeds import Measured
-    from hpc_rl.submission.duration import Unknown
-    from hpc_rl.submission.planning import GpuMemory
+    from hpc_rl.runs.earlier import GpuMemory, RunSpeed
 
 
 @app.command()
@@ -44,14 +42,15 @@ def plan(
     Example: hpc-rl plan ppo --gpus-per-node 8 --gpu-gb 80 model=qwen2.5-7b
     """
     from hpc_rl.plan.plan import plan_of
+    from hpc_rl.runs.earlier import GpuMemory
     from hpc_rl.submission.duration import duration_of, measured_like, rows_of
-    from hpc_rl.submission.planning import GpuMemory, gpu_memory, has_model, planned_config, planned_part, shapes_of
-    from hpc_rl.submission.request import Request
+    from hpc_rl.submission.planning import gpu_memory, has_model, planned_config, planned_part, shapes_of
+    from hpc_rl.submission.request import JobRequest
 
     if not has_model(str(kind)):
         raise UserError(f"{kind} runs no model of its own, so there is nothing to plan")
     settings = flags.settings() | ({} if gpu_gb is None else {"slurm.node.gpu_gb": gpu_gb})
-    request = Request(str(kind), tuple(arguments or ()), settings=settings, site=flags.site, command=tuple(sys.argv))
+    request = JobRequest(str(kind), tuple(arguments or ()), settings=settings, site=flags.site, command=tuple(sys.argv))
     composed = planned_config(request)
     config = planned_part(composed)
     if config is None:
@@ -80,7 +79,7 @@ def plan(
 
 
 def _lines(
-    config: Planned, shapes: dict[str, Shape], plan: Plan, memory: GpuMemory, measured: Measured | None
+    config: Planned, shapes: dict[str, Shape], plan: Plan, memory: GpuMemory, measured: RunSpeed | None
 ) -> Iterator[str]:
     from hpc_rl.plan.advice import MOST_NODES, fewest
     from hpc_rl.plan.text import arithmetic, cache_text, gigabytes, parts_text, problem, rows_text
@@ -127,12 +126,12 @@ def _lines(
         yield f"             up to {gigabytes(plan.window)} GB for the tokens of a window, besides its text"
 
 
-def _time_lines(config: Planned, time: Duration | Unknown) -> Iterator[str]:
+def _time_lines(config: Planned, time: Duration | str) -> Iterator[str]:
     from hpc_rl.config.rl.generate import GenerateConfig
     from hpc_rl.plan.duration import Duration
     from hpc_rl.plan.text import time_text
 
-    lines = time_text(time, isinstance(config, GenerateConfig)) if isinstance(time, Duration) else [time.reason]
+    lines = time_text(time, isinstance(config, GenerateConfig)) if isinstance(time, Duration) else [time]
     for number, line in enumerate(lines):
         yield f"{'time' if number == 0 else '':<13}{line}"
 
@@ -173,7 +172,7 @@ def _facts(plan: Plan) -> dict[str, Any]:
     }
 
 
-def _time_facts(time: Duration | Unknown) -> dict[str, Any]:
+def _time_facts(time: Duration | str) -> dict[str, Any]:
     """Return the time of a job as JSON can write it; null if it is unknown."""
     from hpc_rl.plan.duration import Duration
 

@@ -10,9 +10,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from hpc_rl.cli.app import OptionalRunArgument, app, continue_in_job_python, leave, note
+from hpc_rl.cli.app import OptionalRunArgument, app, continue_in_job_python, leave, note, path
 from hpc_rl.cli.completion import run_names
-from hpc_rl.cli.paths import path
 from hpc_rl.cli.text import aligned, explanation_text, short_path, size_text
 from hpc_rl.errors import UserError
 from hpc_rl.formats.counted import counted
@@ -36,7 +35,7 @@ def watch(
     """
     from hpc_rl.doctor import diagnosis
     from hpc_rl.runs import live
-    from hpc_rl.runs.status import find_run, newest_run
+    from hpc_rl.runs.finding import find_run, newest_run
 
     def explain(failed: RunDir) -> list[str]:
         _, explanation = diagnosis.diagnosis_of(failed)
@@ -60,7 +59,7 @@ def metrics(
 
     Example: hpc-rl metrics sft-1 --csv
     """
-    from hpc_rl.runs.status import find_run, newest_run
+    from hpc_rl.runs.finding import find_run, newest_run
     from hpc_rl.tracking.formatting import learning_columns
     from hpc_rl.tracking.metrics import read_metrics, write_csv
 
@@ -148,7 +147,7 @@ def export(
 
     Example: hpc-rl export sft-1 models/mine --dtype bfloat16
     """
-    from hpc_rl.runs.status import find_run
+    from hpc_rl.runs.finding import find_run
 
     folder = Path(source) if Path(source, "trainer.json").is_file() else find_run(source).path
     refuse_occupied(out)  # before imports that take many seconds
@@ -200,7 +199,7 @@ def clean(
     Example: hpc-rl clean --checkpoints --older-than 30
     """
     from hpc_rl.run_dir import TOKENIZED
-    from hpc_rl.runs.status import ROOT
+    from hpc_rl.runs.folders import ROOT
 
     if checkpoints + whole + tokenized > 1:
         raise UserError("--checkpoints, --whole and --tokenized exclude each other: use only one of them")
@@ -216,7 +215,9 @@ def _clean_runs(
     names: Sequence[str], checkpoints: bool, keep: int, whole: bool, older_than: float | None, yes: bool
 ) -> None:
     from hpc_rl.runs import cleaning
-    from hpc_rl.runs.status import ROOT, find_run, is_run, runs_below, statuses_of
+    from hpc_rl.runs.finding import find_run
+    from hpc_rl.runs.folders import ROOT, is_run, runs_below
+    from hpc_rl.runs.status import statuses_of
 
     runs = [find_run(name) for name in names] or [RunDir(path.absolute()) for path in runs_below(ROOT) if is_run(path)]
     found = [cleaning.usage_of(run, now) for run, now in zip(runs, statuses_of(runs), strict=True)]

@@ -10,17 +10,8 @@ from typing import Annotated
 
 import typer
 
-from hpc_rl.cli.app import (
-    JsonOption,
-    OptionalRunArgument,
-    RunArgument,
-    RunOrSweepArgument,
-    app,
-    leave,
-    note,
-)
-from hpc_rl.cli.text import explanation_text, runs_table, short_path, size_text, status_text
-from hpc_rl.cli.waiting import wait_for
+from hpc_rl.cli.app import JsonOption, OptionalRunArgument, RunArgument, RunOrSweepArgument, app, leave, note, wait_for
+from hpc_rl.cli.text import outcome_text, runs_table, short_path, size_text
 from hpc_rl.errors import UserError
 from hpc_rl.formats.counted import counted
 from hpc_rl.run_dir import ENV_RUN_DIR, RunDir
@@ -36,8 +27,7 @@ def status(run: OptionalRunArgument = None, as_json: JsonOption = False) -> None
     """
     from hpc_rl.doctor import diagnosis
     from hpc_rl.runs import run_sets, table
-    from hpc_rl.runs.status import find_run, newest_run
-    from hpc_rl.tracking.evaluations import evaluation_text, read_evaluation
+    from hpc_rl.runs.finding import find_run, newest_run
 
     run = run or newest_run()
     several = run_sets.find_run_set(run)
@@ -52,11 +42,7 @@ def status(run: OptionalRunArgument = None, as_json: JsonOption = False) -> None
     if as_json:
         print(found.as_json())
         return
-    if reasons := explanation_text(explanation, brief=True):
-        print(reasons + "\n")
-    print(status_text(found))
-    if scores := evaluation_text([(one.name, read_evaluation(one))]):
-        print(scores)
+    print(outcome_text(one, found, explanation))
 
 
 @app.command()
@@ -72,9 +58,10 @@ def logs(
 
     Example: hpc-rl logs -f sft-1
     """
+    from hpc_rl.runs.finding import find_run, newest_run
     from hpc_rl.runs.follow import MOST_LOG_BYTES, LogFiles, RunView, log_files
     from hpc_rl.runs.stages import Stages
-    from hpc_rl.runs.status import find_run, newest_run, status_of
+    from hpc_rl.runs.status import status_of
 
     found = find_run(run or newest_run())
 
@@ -116,7 +103,7 @@ def cancel(run: RunOrSweepArgument) -> None:
     Example: hpc-rl cancel sft-1
     """
     from hpc_rl.runs import control, run_sets
-    from hpc_rl.runs.status import find_run
+    from hpc_rl.runs.finding import find_run
 
     several = run_sets.find_run_set(run)
     print(run_sets.cancel(several) if several else control.cancel(find_run(run)))
@@ -129,7 +116,7 @@ def stop(run: RunOrSweepArgument) -> None:
     Example: hpc-rl stop sft-1
     """
     from hpc_rl.runs import control, run_sets
-    from hpc_rl.runs.status import find_run
+    from hpc_rl.runs.finding import find_run
 
     several = run_sets.find_run_set(run)
     print(run_sets.stop(several) if several else control.stop(find_run(run)))
@@ -214,12 +201,12 @@ def runs(
 
 def _verify(target: str | None, as_json: bool) -> int:
     """Verify checkpoints and print a line for each; return 1 if one is damaged."""
-    from hpc_rl.runs import verification
+    from hpc_rl.runs import cleaning
 
     damaged = count = 0
-    for found in verification.verify(verification.runs_named(target)):
+    for found in cleaning.verify(cleaning.runs_named(target)):
         count += 1
-        damaged += found.state == verification.DAMAGED
+        damaged += found.state == cleaning.DAMAGED
         if as_json:
             print(json.dumps(found.as_dict()), flush=True)
         else:
@@ -243,12 +230,11 @@ def requeue(run: RunOrSweepArgument) -> None:
 
     Example: hpc-rl requeue sft-1
     """
+    from hpc_rl.runs.finding import find_run
     from hpc_rl.runs.run_sets import find_run_set
-    from hpc_rl.runs.status import find_run
-    from hpc_rl.submission import requeue as again
+    from hpc_rl.submission.requeue import requeue as queue_again
 
-    several = find_run_set(run)
-    print(again.requeue_all(several) if several else again.requeue(find_run(run)))
+    print(queue_again(find_run_set(run) or find_run(run)))
 
 
 @app.command(context_settings={"allow_interspersed_args": False})
@@ -265,7 +251,8 @@ def attach(
     Example: hpc-rl attach --node 1 sft-1 nvidia-smi
     """
     from hpc_rl.runs import control
-    from hpc_rl.runs.status import find_run, is_local, place_of, status_of
+    from hpc_rl.runs.finding import find_run
+    from hpc_rl.runs.status import is_local, place_of, status_of
     from hpc_rl.slurm import commands
     from hpc_rl.slurm.allocation import expand_hostlist
 

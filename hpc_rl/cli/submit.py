@@ -14,16 +14,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from hpc_rl.cli.app import CommandWithProgram, KindArgument, SiteOption, app, leave, note, program_of
+from hpc_rl.cli.app import CommandWithProgram, KindArgument, SiteOption, app, interrupted, leave, note, path, program_of
 from hpc_rl.cli.completion import options
-from hpc_rl.cli.paths import path
-from hpc_rl.cli.text import explanation_text, short_path, status_text, submitted_text
-from hpc_rl.cli.waiting import interrupted
+from hpc_rl.cli.text import outcome_text, short_path, submitted_text
 from hpc_rl.errors import UserError
 
 if TYPE_CHECKING:
     from hpc_rl.submission.job import Job
-    from hpc_rl.submission.request import Request
+    from hpc_rl.submission.request import JobRequest
 
 
 AUTO = "auto"
@@ -219,7 +217,7 @@ def submit(
     carry_out(request, dry_run=dry_run, wait=wait, follow=follow, in_allocation=in_allocation)
 
 
-def carry_out(request: Request, *, dry_run: bool, wait: bool, follow: bool, in_allocation: bool) -> None:
+def carry_out(request: JobRequest, *, dry_run: bool, wait: bool, follow: bool, in_allocation: bool) -> None:
     """Do with a request what the options of `submit` ask for."""
     from hpc_rl.submission import launch
 
@@ -274,15 +272,15 @@ def request_of(
     *,
     local: bool = False,
     may_choose_nodes: bool = False,
-) -> Request:
+) -> JobRequest:
     """Return the request that a parsed command line stands for.
 
     Args:
         may_choose_nodes: whether the command accepts `--nodes auto`.
     """
-    from hpc_rl.submission.request import Request
+    from hpc_rl.submission.request import JobRequest
 
-    return Request(
+    return JobRequest(
         kind=str(kind),
         overrides=tuple(arguments or ()),
         program=program_of(context),
@@ -303,6 +301,7 @@ def _submit(submit: Callable[[], tuple[Job, str]], wait: bool, follow: bool) -> 
         submit: queues it; returns it and its id.
     """
     # Before there is a job: Ctrl-C during an import can be lost, or end the program without the message.
+    from hpc_rl.doctor import diagnosis
     from hpc_rl.runs import control, status
     from hpc_rl.runs.stages import Stages
 
@@ -324,7 +323,8 @@ def _submit(submit: Callable[[], tuple[Job, str]], wait: bool, follow: bool) -> 
     except KeyboardInterrupt:
         leave(interrupted(job.run_dir))
     if code is not None:
-        _print_outcome(job, code, follow)
+        status_now, explanation = diagnosis.diagnosis_of(job.run_dir)
+        print(outcome_text(job.run_dir, status_now, explanation, with_scores=code == 0 and not follow))
         leave(code)
     print(f"  hpc-rl status {job.run_dir.name}\n  hpc-rl logs -f {job.run_dir.name}")
 
@@ -335,7 +335,7 @@ def _note_options(job: Job) -> None:
         note(f"would be submitted with sbatch {' '.join(job.after.sbatch_options)} FILE")
 
 
-def _run_here(request: Request, in_allocation: bool) -> int:
+def _run_here(request: JobRequest, in_allocation: bool) -> int:
     """Check a job and run it on this machine, or in the allocation around this shell; return its exit code."""
     from hpc_rl.submission import launch, queue
     from hpc_rl.submission.in_allocation import step_environment
@@ -358,15 +358,3 @@ def run_here(job: Job, script: str, in_allocation: bool = False) -> int:
     print(f"run {job.run_dir.name} in {short_path(job.run_dir.path)}", flush=True)
     with RunView(job.run_dir, note, "RUNNING") as view:
         return (run_in_allocation if in_allocation else run_local)(job, script, view.poll)
-
-
-def _print_outcome(job: Job, code: int, followed: bool) -> None:
-    from hpc_rl.doctor import diagnosis
-    from hpc_rl.tracking.evaluations import evaluation_text, read_evaluation
-
-    found, explanation = diagnosis.diagnosis_of(job.run_dir)
-    if reasons := explanation_text(explanation, brief=True):
-        print(reasons + "\n")
-    print(status_text(found))
-    if code == 0 and not followed and (table := evaluation_text([(job.run_dir.name, read_evaluation(job.run_dir))])):
-        print(table)

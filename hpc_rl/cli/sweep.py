@@ -32,8 +32,8 @@ from hpc_rl.errors import UserError
 
 if TYPE_CHECKING:
     from hpc_rl.submission.job import Job
-    from hpc_rl.submission.request import Request
-    from hpc_rl.submission.series.pipeline import Plan
+    from hpc_rl.submission.request import JobRequest
+    from hpc_rl.submission.series.pipeline import PlannedPipeline
 
 
 @app.command(cls=CommandWithProgram)
@@ -65,7 +65,8 @@ def sweep(
     for unchecked in planned.notes:
         note(unchecked)
     if dry_run:
-        _print_scripts([("sweep.sbatch", planned.script), *zip(_names(planned.jobs), planned.scripts, strict=True)])
+        print(f"==> sweep.sbatch <==\n{planned.script}")
+        _print_scripts(planned.jobs, planned.scripts)
         return
     job_id = sweeps.submit(planned)
     name = planned.sweep.name
@@ -120,16 +121,15 @@ def chain(
     for unchecked in notes:
         note(unchecked)
     if dry_run:
-        _print_scripts(list(zip(_names([stage.job for stage in planned]), [s.script for s in planned], strict=True)))
+        _print_scripts([job for job, _ in planned], [script for _, script in planned])
         note("all but the first would be submitted with sbatch --dependency=afterok:ID --kill-on-invalid-dep=yes")
         return
     if local:
-        for stage in planned:
-            code = run_here(stage.job, stage.script)
-            if code:
+        for job, script in planned:
+            if code := run_here(job, script):
                 leave(code)
         return
-    for job, job_id in chains.submit(planned):
+    for job, job_id in chains.submit([job for job, _ in planned]):
         print(submitted_text(job, job_id))
 
 
@@ -163,14 +163,14 @@ def pipeline(
     if not dry_run and not local:
         queue.require_slurm()
     settings = {key: value for key, value in flags.settings().items() if key != "slurm.job_name"}
-    asked = pipelines.Asked(
+    asked = pipelines.PipelineRequest(
         name, words or (), settings, rounds, flags.job_name, flags.after, flags.site, local, tuple(sys.argv)
     )
     planned = pipelines.plan(asked)
     for unchecked in planned.notes:
         note(unchecked)
     if dry_run:
-        _print_scripts(list(zip(_names(planned.jobs), planned.scripts, strict=True)))
+        _print_scripts(planned.jobs, planned.scripts)
         return
     if local:
         leave(_run_here_in_order(planned))
@@ -181,7 +181,7 @@ def pipeline(
     print(f"  hpc-rl status {folder.name}\n  hpc-rl report {folder.name}")
 
 
-def _run_here_in_order(planned: Plan) -> int:
+def _run_here_in_order(planned: PlannedPipeline) -> int:
     """Run the unfinished stages of a pipeline on this machine; return the exit code of the first that fails, or 0."""
     from hpc_rl.runs.status import status_of
     from hpc_rl.submission import queue
@@ -224,7 +224,7 @@ def _split_stages(words: list[str]) -> list[list[str]]:
     return stages
 
 
-def _stage(words: list[str], local: bool) -> Request:
+def _stage(words: list[str], local: bool) -> JobRequest:
     """Parse the words of one stage with the parser of `submit`."""
     submit = typer.main.get_command(app).commands["submit"]  # type: ignore[attr-defined]
     context = submit.make_context("hpc-rl chain", list(words))
@@ -237,11 +237,7 @@ def _stage(words: list[str], local: bool) -> Request:
     return request_of(context, str(kind), arguments, flags, run_dir, local=local)
 
 
-def _names(jobs: Sequence[Job]) -> list[str]:
-    return [f"{job.run_dir.name}/{job.run_dir.script.name}" for job in jobs]
-
-
-def _print_scripts(scripts: list[tuple[str, str]]) -> None:
+def _print_scripts(jobs: Sequence[Job], scripts: Sequence[str]) -> None:
     """Print each script below a line with its name, in the format of head(1) and tail(1)."""
-    for name, text in scripts:
-        print(f"==> {name} <==\n{text}")
+    for job, script in zip(jobs, scripts, strict=True):
+        print(f"==> {job.run_dir.name}/{job.run_dir.script.name} <==\n{script}")

@@ -59,6 +59,15 @@ def status_text(found: RunStatus) -> str:
     return "\n".join(f"{name:<{width}}  {value}" for name, value in rows)
 
 
+def outcome_text(run: RunDir, status: RunStatus, explanation: Explanation, with_scores: bool = True) -> str:
+    """Return the cause of a failure, the status of a run, and the scores of an evaluation."""
+    from hpc_rl.tracking.evaluations import evaluation_text, read_evaluation
+
+    reasons = explanation_text(explanation, brief=True)
+    scores = evaluation_text([(run.name, read_evaluation(run))]) if with_scores else ""
+    return "\n".join(filter(None, [reasons and f"{reasons}\n", status_text(status), scores]))
+
+
 def explanation_text(found: Explanation, brief: bool = False) -> str:
     """Render the job's own last message, the most likely cause in full, and the other findings in one line each.
 

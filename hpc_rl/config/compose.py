@@ -17,7 +17,7 @@ from typing import Any
 
 from pydantic import BaseModel, ValidationError
 
-from hpc_rl.config.groups import check_choices, find_cycle, groups, recipe_for
+from hpc_rl.config.groups import check_choices, groups, recipe_for
 from hpc_rl.config.job import JobConfig
 from hpc_rl.config.keys import MISSING, documented_keys, find_annotation, leaf_types, nearest
 from hpc_rl.config.kinds import KINDS
@@ -209,11 +209,7 @@ def _needs_hydra(override: str, known: set[str]) -> bool:
 
 
 def _parsed(override: str) -> Any:
-    """Return the value of one `key=value` in Hydra's grammar.
-
-    Raises:
-        UserError: it cannot be read.
-    """
+    """Return the value of one `key=value` in Hydra's grammar."""
     from hydra.core.override_parser.overrides_parser import OverridesParser
     from hydra.errors import HydraException
 
@@ -225,7 +221,6 @@ def _parsed(override: str) -> Any:
 
 
 def _unreadable(override: str) -> str:
-    """Return the message for an override that Hydra's grammar rejects."""
     key, _, text = override.partition("=")
     quoted = f"; quote text: \"{key}='{text}'\"" if not set(text) & set("'\"") else ""
     return (
@@ -244,10 +239,6 @@ def _hydra_tree(job: str, overrides: Sequence[str]) -> dict[str, Any]:
     known = groups()
     try:
         return composed(job, [_for_hydra(text, known) for text in overrides])
-    except RecursionError as error:
-        cycle = find_cycle()
-        found = " includes ".join(f"{name}.yaml" for name in cycle) if cycle else "a file includes itself"
-        raise UserError(f"the recipe includes itself: in configs/, {found}; remove it from `defaults:`") from error
     except OverrideParseException as error:
         raise UserError(_unreadable(error.override.lstrip("+"))) from error
     except (HydraException, OmegaConfBaseException, YAMLError, ValueError, OSError) as error:
@@ -281,7 +272,6 @@ def _split_overrides(job: str, overrides: Sequence[str]) -> tuple[dict[str, str 
 
 
 def _is_text(schema: type[BaseModel], key: str) -> bool:
-    """Return whether text is the type of a dotted key, or one of its types."""
     return str in leaf_types(find_annotation(schema, key))
 
 

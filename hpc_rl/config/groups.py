@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -78,36 +78,6 @@ def check_choices(overrides: Sequence[str], instead: dict[str, str]) -> None:
         problems.append(f"{group}={name}: {found}; choose one of {', '.join(names)}{hint}")
     if problems:
         raise UserError("\n".join(problems))
-
-
-def find_cycle() -> list[str]:
-    """Return the files of a defaults list that includes itself, as [a, b, a]; empty if there is none."""
-    files = sorted({str(path.relative_to(folder))[:-5] for folder in folders() for path in folder.rglob("*.yaml")})
-    for name in files:
-        if cycle := _cycle_from(name, []):
-            return cycle
-    return []
-
-
-def _cycle_from(name: str, above: list[str]) -> list[str]:
-    if name in above:
-        return [*above[above.index(name) :], name]
-    group, _, stem = name.rpartition("/")
-    for included in _included(group, _load(file_of(group, stem))):
-        if cycle := _cycle_from(included, [*above, name]):
-            return cycle
-    return []
-
-
-def _included(group: str, document: dict[str, Any]) -> Iterator[str]:
-    """Yield the files in a file's defaults list, by their names below `configs/` without `.yaml`."""
-    entries = document.get("defaults")
-    for entry in entries if isinstance(entries, list) else []:
-        pairs = entry.items() if isinstance(entry, dict) else [("", entry)]
-        for key, name in pairs:
-            if isinstance(name, str) and name != "_self_":
-                path = "/".join(part for part in (str(key).split("@")[0].removeprefix("override "), name) if part)
-                yield path[1:] if path.startswith("/") else "/".join(part for part in (group, path) if part)
 
 
 def file_of(group: str, name: str) -> Path:

@@ -29,6 +29,8 @@ from hpc_rl.software.shipped import shipped
 
 _TABLE = "a table"
 """First element of a list whose second element is a table."""
+_read: list[Path] = []
+"""Files that Hydra has read for the present configuration, in order."""
 
 
 class _Files(ConfigSource):
@@ -42,6 +44,7 @@ class _Files(ConfigSource):
         """Read a file; put tables that are values into lists. Hydra reads no file that would never end."""
         file = _file(config_path)
         check_own(file)
+        _read.append(file)
         try:
             compose_yaml(file)
             text = io.StringIO(read_yaml(file, named=True).decode("utf-8"))
@@ -82,12 +85,18 @@ def composed(job: str, overrides: Sequence[str]) -> dict[str, Any]:
         overrides: in Hydra's grammar.
 
     Raises:
-        UserError: a file may be of another user, or is not text.
+        UserError: a file may be of another user, is not text, or includes itself.
         HydraException, OmegaConfBaseException, YAMLError, ValueError, OSError: as Hydra reports them.
-        RecursionError: a file includes itself.
     """
-    with _hydra():
-        tree: Any = OmegaConf.to_container(compose(job, overrides=list(overrides)), resolve=True)
+    _read.clear()
+    try:
+        with _hydra():
+            tree: Any = OmegaConf.to_container(compose(job, overrides=list(overrides)), resolve=True)
+    except RecursionError as error:
+        own = ", ".join(str(path.relative_to(folders()[0])) for path in _read if path.is_relative_to(folders()[0]))
+        raise UserError(
+            f"the recipe includes itself: in configs/, one of {own} leads back to itself; correct its `defaults:`"
+        ) from error
     for key, value in flat(tree).items():
         if key in VALUES and isinstance(value, list) and value[:1] == [_TABLE]:
             put(tree, key, value[1])

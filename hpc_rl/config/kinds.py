@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
     from hpc_rl.config.job import JobConfig
@@ -26,10 +26,8 @@ class JobKind:
     """A few words for help pages."""
     options: str
     """Module and class of its options: a JobConfig."""
-    node_entry: str
-    """Module that runs on each node, in a Slurm task."""
-    template: str
-    """Template of the job script, in slurm_templates/."""
+    launcher: Literal["torchrun", "ray", "doctor"] = "torchrun"
+    """What starts the processes on each node."""
     trainer: str | None = None
     """Module of this project that the node entry starts. None: the job runs the user's own program."""
     trainer_options: tuple[str, ...] = ()
@@ -53,6 +51,16 @@ class JobKind:
         return found
 
     @property
+    def node_entry(self) -> str:
+        """Module that runs on each node, in a Slurm task."""
+        return _NODE_ENTRIES[self.launcher]
+
+    @property
+    def template(self) -> str:
+        """Template of the job script, in slurm_templates/."""
+        return f"{self.launcher}.sbatch.j2"
+
+    @property
     def trainer_command(self) -> list[str]:
         """The arguments of Python that start the trainer; empty if there is none."""
         return ["-m", self.trainer, *self.trainer_options] if self.trainer is not None else []
@@ -68,78 +76,54 @@ class JobKind:
         return self.trainer is None and not self.is_internal
 
 
+_NODE_ENTRIES = {
+    "torchrun": "hpc_rl.node.torchrun",
+    "ray": "hpc_rl.node.ray_cluster.node",
+    "doctor": "hpc_rl.node.health.check",
+}
 _MODEL = "model"
 """The folder of an exported model."""
 _TRAINING = ("torch", "transformers", "safetensors")
-_FINETUNING = (*_TRAINING, "pyarrow")
+_GSM8K = "data.train_files=openai/gsm8k:main data.prompt_key=question"
+_CHATS = {"model.path": "model=qwen2.5-0.5b", "data.train_files": f"{_GSM8K} data.response_key=answer"}
 _PAIRS = {"model.path": "model=qwen2.5-0.5b", "data.train_files": "data.train_files=pairs.jsonl"}
 _GENERATION = (*_TRAINING, "ray", "tensordict")
 _PROMPTS = {
     "model.path": "model.path=Qwen/Qwen2.5-0.5B-Instruct",
     "data.files": "data.files=openai/gsm8k:main data.prompt_key=question",
 }
-_GSM8K = "data.train_files=openai/gsm8k:main data.prompt_key=question"
+
+
+def _finetuning(name: str, meaning: str, options: str, examples: Mapping[str, str]) -> JobKind:
+    return JobKind(
+        name=name,
+        meaning=meaning,
+        options=f"hpc_rl.config.training.{options}",
+        trainer="hpc_rl.finetune.train",
+        trainer_options=() if name == "sft" else ("--kind", name),
+        result=_MODEL,
+        needs=(*_TRAINING, "pyarrow"),
+        examples=examples,
+        test_settings={"trainer.total_training_steps": 2},
+    )
+
 
 KINDS: dict[str, JobKind] = {
     kind.name: kind
     for kind in (
-        JobKind(
-            name="sft",
-            meaning="supervised fine-tuning",
-            options="hpc_rl.config.training.sft:SftConfig",
-            trainer="hpc_rl.finetune.train",
-            test_settings={"trainer.total_training_steps": 2},
-            result=_MODEL,
-            needs=_FINETUNING,
-            examples={
-                "model.path": "model=qwen2.5-0.5b",
-                "data.train_files": f"{_GSM8K} data.response_key=answer",
-            },
-            node_entry="hpc_rl.node.torchrun",
-            template="torchrun.sbatch.j2",
+        _finetuning("sft", "supervised fine-tuning", "sft:SftConfig", _CHATS),
+        _finetuning(
+            "dpo",
+            "direct preference optimisation (DPO, IPO, KTO, SimPO, ORPO, ...)",
+            "preferences:DpoConfig",
+            _PAIRS,
         ),
-        JobKind(
-            name="dpo",
-            meaning="direct preference optimisation (DPO, IPO, KTO, SimPO, ORPO, ...)",
-            options="hpc_rl.config.training.preferences:DpoConfig",
-            trainer="hpc_rl.finetune.train",
-            trainer_options=("--kind", "dpo"),
-            test_settings={"trainer.total_training_steps": 2},
-            result=_MODEL,
-            needs=_FINETUNING,
-            examples=_PAIRS,
-            node_entry="hpc_rl.node.torchrun",
-            template="torchrun.sbatch.j2",
-        ),
-        JobKind(
-            name="rm",
-            meaning="training of a reward model",
-            options="hpc_rl.config.training.preferences:RmConfig",
-            trainer="hpc_rl.finetune.train",
-            trainer_options=("--kind", "rm"),
-            test_settings={"trainer.total_training_steps": 2},
-            result=_MODEL,
-            needs=_FINETUNING,
-            examples=_PAIRS,
-            node_entry="hpc_rl.node.torchrun",
-            template="torchrun.sbatch.j2",
-        ),
-        JobKind(
-            name="distill",
-            meaning="distillation from a teacher model",
-            options="hpc_rl.config.training.distill:DistillConfig",
-            trainer="hpc_rl.finetune.train",
-            trainer_options=("--kind", "distill"),
-            test_settings={"trainer.total_training_steps": 2},
-            result=_MODEL,
-            needs=_FINETUNING,
-            examples={
-                "model.path": "model=qwen2.5-0.5b",
-                "data.train_files": f"{_GSM8K} data.response_key=answer",
-                "teacher.path": "teacher.path=Qwen/Qwen2.5-7B",
-            },
-            node_entry="hpc_rl.node.torchrun",
-            template="torchrun.sbatch.j2",
+        _finetuning("rm", "training of a reward model", "preferences:RmConfig", _PAIRS),
+        _finetuning(
+            "distill",
+            "distillation from a teacher model",
+            "distill:DistillConfig",
+            {**_CHATS, "teacher.path": "teacher.path=Qwen/Qwen2.5-7B"},
         ),
         JobKind(
             name="ppo",
@@ -148,14 +132,13 @@ KINDS: dict[str, JobKind] = {
             trainer="hpc_rl.rl.main_ppo",
             test_settings={"trainer.total_training_steps": 2, "critic.warmup_steps": 0},
             result=_MODEL,
-            needs=(*_TRAINING, "ray", "tensordict"),
+            needs=_GENERATION,
             examples={
                 "model.path": "model.path=Qwen/Qwen2.5-0.5B-Instruct",
                 "data.train_files": _GSM8K,
                 "reward.function": "reward.function=gsm8k",
             },
-            node_entry="hpc_rl.node.ray_cluster.node",
-            template="ray.sbatch.j2",
+            launcher="ray",
         ),
         JobKind(
             name="generate",
@@ -166,8 +149,7 @@ KINDS: dict[str, JobKind] = {
             needs=_GENERATION,
             examples=_PROMPTS,
             result="responses.jsonl",
-            node_entry="hpc_rl.node.ray_cluster.node",
-            template="ray.sbatch.j2",
+            launcher="ray",
         ),
         JobKind(
             name="eval",
@@ -179,8 +161,7 @@ KINDS: dict[str, JobKind] = {
             needs=_GENERATION,
             examples={**_PROMPTS, "reward.function": "reward.function=gsm8k"},
             result="eval.json",
-            node_entry="hpc_rl.node.ray_cluster.node",
-            template="ray.sbatch.j2",
+            launcher="ray",
         ),
         JobKind(
             name="select",
@@ -193,31 +174,25 @@ KINDS: dict[str, JobKind] = {
                 "select.method": "select.method=pairs",
             },
             result="selected.jsonl",
-            node_entry="hpc_rl.node.torchrun",
-            template="torchrun.sbatch.j2",
         ),
         JobKind(
             name="torchrun",
             meaning="your own torchrun program",
             options="hpc_rl.config.job:JobConfig",
             needs=("torch",),
-            node_entry="hpc_rl.node.torchrun",
-            template="torchrun.sbatch.j2",
         ),
         JobKind(
             name="ray",
             meaning="your own Ray program",
             options="hpc_rl.config.ray:RayJobConfig",
             needs=("ray",),
-            node_entry="hpc_rl.node.ray_cluster.node",
-            template="ray.sbatch.j2",
+            launcher="ray",
         ),
         JobKind(
             name="doctor",
             meaning="checks of the nodes",
             options="hpc_rl.config.ray:RayJobConfig",
-            node_entry="hpc_rl.node.health.check",
-            template="doctor.sbatch.j2",
+            launcher="doctor",
             is_internal=True,
         ),
     )

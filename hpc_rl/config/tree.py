@@ -21,8 +21,8 @@ MOST_OWN_BYTES = 4_000_000
 _MOST_VALUES = 200_000
 """Of a YAML file. One of _MOST_BYTES without aliases has less."""
 OF_PLACE = ("slurm.", "trainer.nnodes", "trainer.n_gpus_per_node", "container.", "cache.")
-"""Beginnings of keys that change where and how a run computes, and neither what nor how long. Its
-script has them."""
+"""Beginnings of keys that change where and how a run computes, and neither what nor how long. The
+job script has them."""
 VALUES = frozenset({"data.train_files"})
 """Keys whose tables are values, because the keys of these tables are not options: names of files contain dots."""
 

@@ -69,7 +69,6 @@ def _question(a: int, b: int) -> dict[str, str]:
 
 
 def _call(a: int, b: int) -> list[dict[str, str]]:
-    """Return a chat in which the assistant calls the tool."""
     return [
         _question(a, b),
         {
@@ -82,7 +81,6 @@ def _call(a: int, b: int) -> list[dict[str, str]]:
 
 
 def _no_answer(a: int, b: int) -> list[dict[str, str]]:
-    """Return a chat in which the assistant gives up."""
     return [_question(a, b), {"role": "assistant", "content": "?"}]
 
 

@@ -38,7 +38,7 @@ class Sizes(NamedTuple):
         return Sizes(self.lengths[indices], self.targets[indices])
 
 
-class Rows(Sequence[T]):
+class LazyRows(Sequence[T]):
     """A sequence whose items are made when they are read; a slice of it is a list."""
 
     @abstractmethod
@@ -71,7 +71,7 @@ class Rows(Sequence[T]):
         return self.row(number)
 
 
-class Joined(Rows[T]):
+class Joined(LazyRows[T]):
     """The items of some sequences, one sequence after the other."""
 
     def __init__(self, *parts: Sequence[T]) -> None:
@@ -82,16 +82,14 @@ class Joined(Rows[T]):
         return int(self._ends[-1]) if self._parts else 0
 
     def row(self, index: int) -> T:
-        """See `Rows.row`."""
         part = int(np.searchsorted(self._ends, index, side="right"))
         return self._parts[part][index - int(self._ends[part]) + len(self._parts[part])]
 
     def sizes(self) -> Sizes:
-        """See `Rows.sizes`."""
         return joined_sizes(*map(sizes_of, self._parts)) if self._parts else super().sizes()  # type: ignore[arg-type]
 
 
-class Subsequence(Rows[T]):
+class Subsequence(LazyRows[T]):
     """The items of a sequence from one index up to another, as in a slice; they are read when they are needed.
 
     Args:
@@ -106,13 +104,12 @@ class Subsequence(Rows[T]):
         return len(self._range)
 
     def row(self, index: int) -> T:
-        """See `Rows.row`."""
         return self._items[self._range[index]]
 
 
 def sizes_of(items: Sequence[Item]) -> Sizes:
     """Return the numbers of tokens of items, which have equal numbers of samples."""
-    return items.sizes() if isinstance(items, Rows) else _counted(items)
+    return items.sizes() if isinstance(items, LazyRows) else _counted(items)
 
 
 def joined_sizes(*parts: Sizes) -> Sizes:

@@ -9,12 +9,12 @@ from dataclasses import replace
 import numpy as np
 from numpy.typing import NDArray
 
-from hpc_rl.data.lazy import Rows
+from hpc_rl.data.lazy import LazyRows
 from hpc_rl.data.pairs import Preference
 from hpc_rl.data.sft_dataset import Sample
 
 
-class Mismatched(Rows[Preference]):
+class Mismatched(LazyRows[Preference]):
     """Labelled responses, each with a second sample: its prompt with the response of the next row of another prompt.
 
     See Ethayarajh et al. 2024, https://arxiv.org/abs/2402.01306. The next row is taken from the whole data set, so that
@@ -33,7 +33,6 @@ class Mismatched(Rows[Preference]):
         return len(self._preferences)
 
     def row(self, index: int) -> Preference:
-        """See `Rows.row`."""
         one = self._preferences[index]
         asked, answered = one.samples[0], self._preferences[int(self._others[index])].samples[0]
         return replace(one, samples=(asked, _exchanged(asked, answered, self._max_length)))
@@ -63,7 +62,6 @@ def _prompt(sample: Sample) -> NDArray[np.int32]:
 
 
 def _exchanged(asked: Sample, answered: Sample, max_length: int) -> Sample:
-    """Return the prompt of one sample with the response of another."""
     prompt, response = len(_prompt(asked)), len(_prompt(answered))
     ids = np.concatenate([asked.input_ids[:prompt], answered.input_ids[response:]])[:max_length]
     mask = np.concatenate([asked.loss_mask[:prompt], answered.loss_mask[response:]])[:max_length]

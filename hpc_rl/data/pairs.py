@@ -92,7 +92,6 @@ def _encoded(
 
 
 def _common_tokens(prompt: NDArray[np.int32], ids: NDArray[np.int32]) -> int:
-    """Return the number of tokens that two sequences begin with."""
     length = min(len(prompt), len(ids))
     different = np.flatnonzero(prompt[:length] != ids[:length])
     return int(different[0]) if len(different) else length

@@ -30,7 +30,6 @@ class Prompts(Form[Prompt]):
         return pa.schema([("token_ids", pa.list_(pa.int32())), ("text", pa.large_binary()), ("row", pa.large_binary())])
 
     def columns(self, items: Sequence[Prompt]) -> list[pa.Array]:
-        """See `Form.columns`."""
         return [
             as_lists([prompt.token_ids for prompt in items], np.int32),
             as_bytes([prompt.text.encode("utf-8", "surrogatepass") for prompt in items]),
@@ -38,7 +37,6 @@ class Prompts(Form[Prompt]):
         ]
 
     def block(self, batch: pa.RecordBatch) -> PromptBlock:
-        """See `Form.block`."""
         return PromptBlock(batch, self.answer_key)
 
 
@@ -52,7 +50,6 @@ class PromptBlock(ItemBlock[Prompt]):
         self._texts, self._rows = (Lists(batch.column(place), np.uint8, np.int64) for place in (1, 2))
 
     def item(self, index: int) -> Prompt:
-        """See `ItemBlock.item`."""
         found: Row = json.loads(self._rows.at(index).tobytes())
         answer = None if self._answer_key is None else found[self._answer_key]
         text = self._texts.at(index).tobytes().decode("utf-8", "surrogatepass")

@@ -47,7 +47,6 @@ class Samples(Form[T]):
         return pa.schema([*fields, *values])
 
     def columns(self, items: Sequence[T]) -> list[pa.Array]:
-        """See `Form.columns`."""
         columns: list[pa.Array] = []
         for place in range(self.samples):
             columns += _columns([item.samples[place] for item in items])
@@ -57,11 +56,9 @@ class Samples(Form[T]):
         return columns
 
     def block(self, batch: pa.RecordBatch) -> SampleBlock[T]:
-        """See `Form.block`."""
         return SampleBlock(batch, self)
 
     def opened(self, paths: Sequence[Path], kept: Sequence[Sequence[int]], held: object = None) -> TokenizedSamples[T]:
-        """See `Form.opened`."""
         return TokenizedSamples(paths, kept, self, held)
 
 
@@ -88,7 +85,6 @@ class SampleBlock(ItemBlock[T]):
         self._values = np.frombuffer(values, np.float64, self.count * form.values).reshape(self.count, form.values)
 
     def item(self, index: int) -> T:
-        """See `ItemBlock.item`."""
         samples = tuple(_sample(lists.at(index)) for lists in self._tokens)
         return self._make(samples, tuple(self._values[index].tolist()))
 
@@ -104,7 +100,6 @@ class TokenizedSamples(Tokenized[T]):
     _form: Samples[T]
 
     def sizes(self) -> Sizes:
-        """See `Rows.sizes`."""
         shape = (len(self), self._form.samples)
         found = Sizes(np.empty(shape, np.int64), np.empty(shape, np.int64))
         for start, block in self.blocks():
@@ -118,6 +113,5 @@ def _sample(tokens: NDArray[np.int32]) -> Sample:
 
 
 def _columns(samples: Sequence[Sample]) -> list[pa.Array]:
-    """Return tokens and numbers of targets."""
     marked = as_lists([sample.input_ids * 2 + sample.loss_mask for sample in samples], np.int32)
     return [marked, as_array(np.array([sample.loss_mask.sum() for sample in samples], np.int32))]

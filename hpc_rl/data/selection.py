@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
 from typing import NamedTuple
@@ -24,7 +24,7 @@ from hpc_rl.system.files import write_jsonl
 
 
 @dataclass
-class Counts:
+class SelectionCounts:
     """What became of the responses."""
 
     prompts: int = 0
@@ -78,66 +78,64 @@ class Response(NamedTuple):
         return self.row.get("data"), self.row.get("index")
 
 
-@dataclass
-class Selection:
-    """Selects rows from the responses to one prompt after the other."""
-
-    choose: Callable[[Sequence[Row], Counts], Iterable[Row]]
-    """From the scored responses to a prompt to the rows to write."""
-    compares: bool
-    """Whether it needs several responses to a prompt."""
-    counts: Counts = field(default_factory=Counts)
-
-    def rows(self, files: Iterable[Iterable[Response]]) -> Iterator[Row]:
-        """Yield the selected rows.
-
-        Args:
-            files: the rows of each file.
-
-        Raises:
-            UserError: a row has no score, a prompt has a single response although several are compared, or nothing has
-                a score.
-        """
-        seen: set[bytes] = set()
-        for responses in files:
-            for _, found in groupby(responses, key=lambda response: response.group):
-                for row in self._chosen(list(found)):
-                    key = hashlib.blake2b(_text(row), digest_size=16).digest()
-                    self.counts.duplicates += key in seen
-                    if key not in seen:
-                        seen.add(key)
-                        self.counts.rows += 1
-                        yield row
-        if self.counts.failed == self.counts.responses:
-            raise UserError(
-                f"none of {self.counts.responses:,} responses has a score, because the reward failed for all of them: "
-                "repair the reward and generate again"
-            )
-
-    def _chosen(self, group: Sequence[Response]) -> Iterable[Row]:
-        for response in group:
-            check_response(response)
-        if self.compares and len(group) == 1:
-            raise UserError(
-                f"{group[0].where}: the prompt has one response, but best-of-n and pairs compare several: generate "
-                "with rollout.n=2 or more, or select by threshold"
-            )
-        scored = [response.row for response in group if response.row["score"] is not None]
-        self.counts.prompts += 1
-        self.counts.responses += len(group)
-        self.counts.failed += len(group) - len(scored)
-        if len(scored) < (2 if self.compares else 1):
-            self.counts.unscored += 1
-            return []
-        return self.choose(scored, self.counts)
+Choose = Callable[[Sequence[Row], SelectionCounts], Iterable[Row]]
+"""From the scored responses to a prompt to the rows to write."""
 
 
-def best_of_n(scored: Sequence[Row], _counts: Counts) -> list[Row]:
+def _selected(
+    files: Iterable[Iterable[Response]], choose: Choose, compares: bool, counts: SelectionCounts
+) -> Iterator[Row]:
+    """Yield the rows that are selected from the responses to one prompt after the other.
+
+    Args:
+        files: the rows of each file.
+        compares: whether several responses to a prompt are needed.
+    """
+    seen: set[bytes] = set()
+    for responses in files:
+        for _, group in groupby(responses, key=lambda response: response.group):
+            scored = _scored(list(group), compares, counts)
+            for row in choose(scored, counts) if scored else ():
+                key = hashlib.blake2b(_text(row), digest_size=16).digest()
+                counts.duplicates += key in seen
+                if key not in seen:
+                    seen.add(key)
+                    counts.rows += 1
+                    yield row
+    if counts.failed == counts.responses:
+        raise UserError(
+            f"none of {counts.responses:,} responses has a score, because the reward failed for all of them: "
+            "repair the reward and generate again"
+        )
+    if not counts.rows:
+        raise UserError(f"nothing was selected: {counts}")
+
+
+def _scored(group: Sequence[Response], compares: bool, counts: SelectionCounts) -> list[Row]:
+    """Return the responses to a prompt that have a score; none if there are not enough of them."""
+    for response in group:
+        check_response(response)
+    if compares and len(group) == 1:
+        raise UserError(
+            f"{group[0].where}: the prompt has one response, but best-of-n and pairs compare several: generate "
+            "with rollout.n=2 or more, or select by threshold"
+        )
+    scored = [response.row for response in group if response.row["score"] is not None]
+    counts.prompts += 1
+    counts.responses += len(group)
+    counts.failed += len(group) - len(scored)
+    if len(scored) < (2 if compares else 1):
+        counts.unscored += 1
+        return []
+    return scored
+
+
+def best_of_n(scored: Sequence[Row], _counts: SelectionCounts) -> list[Row]:
     """Return the response with the highest score, the first of several, as a chat."""
     return [as_chat_row(max(scored, key=lambda row: row["score"]))]
 
 
-def best_and_worst(scored: Sequence[Row], counts: Counts) -> list[Row]:
+def best_and_worst(scored: Sequence[Row], counts: SelectionCounts) -> list[Row]:
     """Return the responses with the highest and the lowest score as a pair; nothing if all scores are equal."""
     best, worst = max(scored, key=lambda row: row["score"]), min(scored, key=lambda row: row["score"])
     if best["score"] == worst["score"]:
@@ -146,7 +144,7 @@ def best_and_worst(scored: Sequence[Row], counts: Counts) -> list[Row]:
     return _comparable([_pair(best, worst)], counts)
 
 
-def all_pairs(scored: Sequence[Row], counts: Counts) -> list[Row]:
+def all_pairs(scored: Sequence[Row], counts: SelectionCounts) -> list[Row]:
     """Return all pairs of responses with different scores: the comparisons that a reward model learns from (Ouyang et
     al. 2022, https://arxiv.org/abs/2203.02155, section 3.5)."""
     found = [_pair(better, worse) for better in scored for worse in scored if better["score"] > worse["score"]]
@@ -171,7 +169,7 @@ def _for_template(row: Row) -> Row:
     return {name: row[name] for name in READ_KEYS if row.get(name) is not None}
 
 
-def _comparable(pairs: Sequence[Row], counts: Counts) -> list[Row]:
+def _comparable(pairs: Sequence[Row], counts: SelectionCounts) -> list[Row]:
     """Return the pairs without those of conversations that no training accepts; see to_pair in preference_rows.py."""
     found = [pair for pair in pairs if isinstance(pair["chosen"], str) or _differ_in_turn(pair)]
     counts.unlike += len(pairs) - len(found)
@@ -185,10 +183,10 @@ def _differ_in_turn(pair: Row) -> bool:
     return first is not None and first[0] > 0 and all(message["role"] == "assistant" for message in first[1])
 
 
-def above(threshold: float) -> Callable[[Sequence[Row], Counts], list[Row]]:
+def above(threshold: float) -> Callable[[Sequence[Row], SelectionCounts], list[Row]]:
     """Return the choice of all responses with at least this score, as chats."""
 
-    def choose(scored: Sequence[Row], counts: Counts) -> list[Row]:
+    def choose(scored: Sequence[Row], counts: SelectionCounts) -> list[Row]:
         kept = [row for row in scored if row["score"] >= threshold]
         counts.below += len(scored) - len(kept)
         return [as_chat_row(row) for row in kept]
@@ -206,26 +204,24 @@ def as_chat_row(row: Row) -> Row:
     return {"messages": messages, "score": row["score"], **_for_template(row)}
 
 
-def selection(method: str, threshold: float | None) -> Selection:
-    """Return the selection of a method of `hpc_rl.config.training.select`."""
-    if method == "threshold":
-        if threshold is None:
-            raise ValueError("a selection by threshold needs one")
-        return Selection(above(threshold), compares=False)
-    compared = {"best-of-n": best_of_n, "pairs": best_and_worst, "all-pairs": all_pairs}
-    return Selection(compared[method], compares=True)
+_COMPARING: dict[str, Choose] = {"best-of-n": best_of_n, "pairs": best_and_worst, "all-pairs": all_pairs}
+"""Method of `hpc_rl.config.training.select` that compares the responses to a prompt -> what it chooses of them."""
 
 
-def select(files: Sequence[str], method: str, threshold: float | None, output: Path) -> Counts:
+def select(files: Sequence[str], method: str, threshold: float | None, output: Path) -> SelectionCounts:
     """Select rows from files of responses, and write them atomically.
 
     Raises:
-        UserError: a file cannot be read or written, its rows are not scored responses, or nothing was selected. Then
-            the output is not changed.
+        UserError: a file cannot be read or written, its rows are not scored responses, a prompt has a single response
+            although several are compared, or nothing was selected. Then the output is not changed.
     """
-    made = selection(method, threshold)
-    write_jsonl(output, _refuse_none(made, made.rows(map(_responses, files))))
-    return made.counts
+    compares = method != "threshold"
+    if not compares and threshold is None:
+        raise ValueError("a selection by threshold needs one")
+    choose = _COMPARING[method] if compares else above(threshold or 0.0)
+    counts = SelectionCounts()
+    write_jsonl(output, _selected(map(_responses, files), choose, compares, counts))
+    return counts
 
 
 def check_scored(file: str) -> None:
@@ -251,12 +247,6 @@ def check_response(response: Response) -> None:
     score = row["score"]
     if score is not None and (isinstance(score, bool) or not isinstance(score, int | float)):
         raise UserError(f"{where}: column 'score' has {score!r}; a number or null is needed")
-
-
-def _refuse_none(made: Selection, rows: Iterator[Row]) -> Iterator[Row]:
-    yield from rows
-    if not made.counts.rows:
-        raise UserError(f"nothing was selected: {made.counts}")
 
 
 def _responses(file: str) -> Iterator[Response]:

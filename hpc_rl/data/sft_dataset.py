@@ -19,7 +19,7 @@ from hpc_rl.data.reading.rows import to_messages
 from hpc_rl.data.reading.sources import BLOCK_ROWS, chunks
 from hpc_rl.data.templates.assistant_text import ChatText
 from hpc_rl.data.templates.chat import as_text, chat_template, render, turn_ends
-from hpc_rl.data.templates.messages import TRAIN, Chat, Extras, Message, extras, fields_without_effect, without_effect
+from hpc_rl.data.templates.messages import TRAIN, Chat, Message, extras, fields_without_effect, without_effect
 from hpc_rl.data.templates.template import RENDER_S, marks_generation
 from hpc_rl.data.templates.template_forms import forms_of, unused
 from hpc_rl.errors import UserError
@@ -166,11 +166,7 @@ def unused_of(tokenizer: PreTrainedTokenizerBase, template: str, chat: Chat, tex
 
 
 def _without_excluded(mask: NDArray[np.bool_], chat: Chat) -> NDArray[np.bool_]:
-    """Return the mask without the turns that are marked as not to be learned.
-
-    Raises:
-        UserError: the turns cannot be told apart, because the template writes nothing between two of them.
-    """
+    """Return the mask without the turns that are marked as not to be learned."""
     learned = [message.get(TRAIN, True) for message in chat.messages if message["role"] == "assistant"]
     if all(learned):
         return mask
@@ -195,31 +191,25 @@ def _encode_rendered(tokenizer: PreTrainedTokenizerBase, texts: list[ChatText]) 
 
 
 def _encode_marked(tokenizer: PreTrainedTokenizerBase, template: str, chats: list[Chat]) -> Iterator[_Tokens]:
-    for added, group in groupby(chats, key=lambda chat: chat.extras):
-        yield from _encode_alike(tokenizer, template, list(group), added)
-
-
-def _encode_alike(
-    tokenizer: PreTrainedTokenizerBase, template: str, chats: list[Chat], added: Extras
-) -> Iterator[_Tokens]:
-    """Tokenize chats with the same tools and variables."""
     forms = forms_of(template)
-    try:
-        with cpu_seconds(RENDER_S * len(chats), "it"):
-            encoded: Any = tokenizer.apply_chat_template(
-                [forms.fitted(chat.messages) for chat in chats],
-                chat_template=template,
-                tools=added.tools or None,
-                tokenize=True,
-                return_dict=True,
-                return_assistant_tokens_mask=True,
-                **added.variables,
-            )
-    except (TemplateError, TypeError, TimeoutError) as error:
-        place = chats[0].where if len(chats) == 1 else f"between {chats[0].where} and {chats[-1].where}"
-        raise UserError(f"{place}: the chat template rejects a conversation: {error}") from error
-    for ids, mask in zip(encoded["input_ids"], encoded["assistant_masks"], strict=True):
-        yield np.asarray(ids, dtype=np.int32), np.asarray(mask, dtype=np.bool_), None
+    for added, group in groupby(chats, key=lambda chat: chat.extras):
+        alike = list(group)
+        try:
+            with cpu_seconds(RENDER_S * len(alike), "it"):
+                encoded: Any = tokenizer.apply_chat_template(
+                    [forms.fitted(chat.messages) for chat in alike],
+                    chat_template=template,
+                    tools=added.tools or None,
+                    tokenize=True,
+                    return_dict=True,
+                    return_assistant_tokens_mask=True,
+                    **added.variables,
+                )
+        except (TemplateError, TypeError, TimeoutError) as error:
+            place = alike[0].where if len(alike) == 1 else f"between {alike[0].where} and {alike[-1].where}"
+            raise UserError(f"{place}: the chat template rejects a conversation: {error}") from error
+        for ids, mask in zip(encoded["input_ids"], encoded["assistant_masks"], strict=True):
+            yield np.asarray(ids, dtype=np.int32), np.asarray(mask, dtype=np.bool_), None
 
 
 def _fitted(ids: NDArray[np.int32], mask: NDArray[np.bool_], data: DataConfig, counts: Counts) -> Sample | None:

@@ -18,7 +18,7 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import DTypeLike, NDArray
 
-from hpc_rl.data.lazy import Rows
+from hpc_rl.data.lazy import LazyRows
 from hpc_rl.data.reading.formats import Row
 
 T = TypeVar("T")
@@ -90,7 +90,7 @@ class Writer(Generic[T]):
         self._file.close()
 
 
-class Tokenized(Rows[T]):
+class Tokenized(LazyRows[T]):
     """The items of some files. In memory are the numbers of items of all blocks.
 
     Args:
@@ -119,7 +119,6 @@ class Tokenized(Rows[T]):
         return int(self._ends[-1]) if len(self._ends) else 0
 
     def row(self, index: int) -> T:
-        """See `Rows.row`."""
         number = int(np.searchsorted(self._ends, index, side="right"))
         block = self._block(number)
         return block.item(index - int(self._ends[number]) + block.count)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import date
@@ -23,6 +22,7 @@ from hpc_rl.formats.node_report import NodeReport
 from hpc_rl.images.run_options import image_preflight
 from hpc_rl.run_dir import RunDir
 from hpc_rl.runs import control
+from hpc_rl.runs.stages import Stages
 from hpc_rl.runs.status import current_job, status_of
 from hpc_rl.sites.profile import load_profile
 from hpc_rl.submission import queue
@@ -30,14 +30,13 @@ from hpc_rl.submission.job import Job
 from hpc_rl.submission.local import check_local, run_local
 from hpc_rl.submission.preflight.folders import check_run_dir
 from hpc_rl.submission.preflight.partition import ask_of, check_partition
-from hpc_rl.submission.request import Request, plan, reserve
+from hpc_rl.submission.request import JobRequest, plan, reserve
 from hpc_rl.submission.script.render import render
 from hpc_rl.system.files import read_end
 
 KIND = "doctor"
 _LOG_BYTES = 2**20
 """At the end of a log that are read for its last line."""
-PATIENCE_S = 20
 SHORT = {"slurm.time": "10:00", "slurm.warning_s": 60, "slurm.requeue": False}
 """Settings of the doctor's job, which take precedence over those of a profile."""
 TRAIN_TIME = "1:00:00"
@@ -93,7 +92,7 @@ def doctor_job(
     defaults = {**SHORT, "slurm.time": TRAIN_TIME, "ray.start_timeout_s": TRAIN_START_S} if trains else SHORT
     short = {key: value for key, value in defaults.items() if key not in named}
     settings = {**short, **settings, "trainer.nnodes": nodes}
-    request = Request(KIND, overrides, settings=settings, run_dir=run_dir, site=site, local=local)
+    request = JobRequest(KIND, overrides, settings=settings, run_dir=run_dir, site=site, local=local)
     planned = replace(plan(request), program=(TRAIN,) if trains else ())
     ask = None if local else ask_of(planned.config)
     if ask is not None:
@@ -125,7 +124,8 @@ def run_on_nodes(job: Job, local: bool, note: Callable[[str], None]) -> Findings
         else:
             job_id = queue.submit(job, render(job))
             note(f"submitted job {job_id} on {counted(job.config.trainer.nnodes, 'node')}; Ctrl-C cancels it")
-            control.wait(run, Patience(run, note).poll)
+            stages = Stages(run, note)
+            control.wait(run, stages.poll, stages.saw)
     except KeyboardInterrupt:
         submitted = current_job(run)
         if submitted is not None and not local:
@@ -141,23 +141,6 @@ def run_on_nodes(job: Job, local: bool, note: Callable[[str], None]) -> Findings
     else:
         queue.remove(run.path)
     return found
-
-
-class Patience:
-    """Report once why the job is still waiting."""
-
-    def __init__(self, run: RunDir, note: Callable[[str], None]) -> None:
-        self._run = run
-        self._note: Callable[[str], None] | None = note
-        self._due = time.monotonic() + PATIENCE_S
-
-    def poll(self) -> None:
-        if self._note is None or time.monotonic() < self._due:
-            return
-        now = status_of(self._run)
-        if now.state == "PENDING":
-            self._note(f"job {now.job_id} is still waiting ({now.reason or 'no reason given'})")
-        self._note = None
 
 
 def read_findings(run: RunDir, trains: bool) -> Findings:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Iterator
 
 from packaging.markers import default_environment
 from packaging.requirements import Requirement
@@ -47,20 +46,17 @@ def driver_check(python: PythonFacts, driver: str) -> Check | None:
 
 def unmet(python: PythonFacts) -> list[str]:
     """Return the requirements among the packages that are not met, each as a sentence."""
-    return list(_unmet(python))
-
-
-def _unmet(python: PythonFacts) -> Iterator[str]:
     environments = [_environment(python, extra) for extra in ("", *_EXTRAS)]
+    found = []
     for package in _DEMANDING:
-        for text in python.requires.get(package, ()):
-            required = Requirement(text)
+        for required in map(Requirement, python.requires.get(package, ())):
             if required.marker is not None and not any(map(required.marker.evaluate, environments)):
                 continue
             version = python.versions.get(required.name)
             if version is not None and not required.specifier.contains(version, prereleases=True):
                 demand = f"{package} {python.versions[package]} requires {required.specifier}"
-                yield f"{required.name} {version}, but {demand}"
+                found.append(f"{required.name} {version}, but {demand}")
+    return found
 
 
 def _other_build(python: PythonFacts) -> Check | None:
@@ -98,7 +94,8 @@ def _packages(python: PythonFacts) -> Check:
     there = ", ".join(f"{name} {version}" for name, version in python.versions.items() if name != "hpc-rl")
     problems = unmet(python)
     if problems:
-        wheels = "; wheels of tensordict for aarch64 begin with 0.8" if _lacks_tensordict(python) else ""
+        lacks_wheel = python.machine == "aarch64" and any(text.startswith("tensordict ") for text in problems)
+        wheels = "; wheels of tensordict for aarch64 begin with 0.8" if lacks_wheel else ""
         return problem("packages", "; ".join(problems), f"{install_command('train', python.executable)}{wheels}")
     if "torch" not in python.versions:
         return warning(
@@ -108,10 +105,6 @@ def _packages(python: PythonFacts) -> Check:
             "slurm.python",
         )
     return _other_build(python) or ok("packages", f"{there} fit together")
-
-
-def _lacks_tensordict(python: PythonFacts) -> bool:
-    return python.machine == "aarch64" and any(text.startswith("tensordict ") for text in unmet(python))
 
 
 def _ray(python: PythonFacts) -> Check:

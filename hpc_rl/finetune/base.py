@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 import torch
 
 from hpc_rl.config.training.finetune import FinetuneTrainerConfig
-from hpc_rl.data.lazy import Rows, Sizes
+from hpc_rl.data.lazy import LazyRows, Sizes
 from hpc_rl.data.tokenized import Form, Tokenize
 from hpc_rl.run_dir import RunDir
 from hpc_rl.training.batching import Bin, plan_batch
@@ -117,7 +117,7 @@ class Objective(ABC):
             UserError: the tokenizer cannot be used.
         """
 
-    def items(self, rows: Rows[Any]) -> Sequence[Any]:
+    def items(self, rows: LazyRows[Any]) -> Sequence[Any]:
         """Return the items that are trained on, in the order of the data."""
         return rows
 

@@ -6,14 +6,14 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from hpc_rl.data.identity import contents_of, key_of, state_of, tokenizer_of
-from hpc_rl.data.lazy import Joined, Rows
+from hpc_rl.data.lazy import Joined, LazyRows
 from hpc_rl.data.mixture import Mixture
 from hpc_rl.errors import AgreedError
 from hpc_rl.finetune.training_data import Epochs, TrainingData
 from hpc_rl.finetune.windows import Windows
 from hpc_rl.run_dir import RunDir, trusted_group
 from hpc_rl.token_cache.cache import folder_of, open_tokenized
-from hpc_rl.token_cache.entry import Files, Request
+from hpc_rl.token_cache.entry import Files, TokenizeRequest
 from hpc_rl.training.parallel.distributed import World
 from hpc_rl.training.stopping import Stopping
 
@@ -68,7 +68,7 @@ def _rows(
     run: RunDir,
     world: World,
     stopping: Stopping,
-) -> Rows[Any]:
+) -> LazyRows[Any]:
     """Return the tokenized rows of some files; see `load_items`."""
     config = objective.config
     tokenize = world.together(lambda: objective.tokenizer(tokenizer))
@@ -77,7 +77,7 @@ def _rows(
     key = world.together(lambda: key_of(files, split, config.data, tokenizer_of(tokenizer)) if world.is_main else None)
     key, contents = world.broadcast([key, contents])  # copies of the files on other nodes have other times
     source = Files(files, split, state, config.data.columns)
-    request = Request(source, tokenize, objective.form, key, contents)
+    request = TokenizeRequest(source, tokenize, objective.form, key, contents)
     group = trusted_group(run.path, config.slurm.group)
     rows, counts = open_tokenized(request, folder_of(config, run), group, world, stopping)
     if not len(rows):

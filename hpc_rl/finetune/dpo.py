@@ -13,7 +13,7 @@ from hpc_rl.algorithms import preferences
 from hpc_rl.algorithms.preferences import PAIR_LOSSES, Pairs, Strength
 from hpc_rl.config.training.preferences import NEEDS_NO_REFERENCE, DpoConfig
 from hpc_rl.data import sample_files
-from hpc_rl.data.lazy import Rows, Sizes
+from hpc_rl.data.lazy import LazyRows, Sizes
 from hpc_rl.data.mismatched import Mismatched
 from hpc_rl.data.pairs import Preference, preference_tokenizer
 from hpc_rl.data.sample_files import Samples
@@ -140,7 +140,7 @@ class Kto(_Referenced):
         super().__init__(config)
         self._baseline = torch.zeros(())
 
-    def items(self, rows: Rows[Preference]) -> Sequence[Preference]:
+    def items(self, rows: LazyRows[Preference]) -> Sequence[Preference]:
         """Return the labelled responses, each with a mismatched one."""
         return Mismatched(rows, self.config.data.max_length)
 

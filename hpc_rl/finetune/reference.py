@@ -14,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 
 from hpc_rl.config.training.preferences import DpoConfig
-from hpc_rl.data.lazy import Joined, Rows, Sizes
+from hpc_rl.data.lazy import Joined, LazyRows, Sizes
 from hpc_rl.data.pairs import Preference
 from hpc_rl.errors import RunError
 from hpc_rl.finetune.base import Work
@@ -98,7 +98,7 @@ def with_ref_logprobs(
     return _Referenced(train, found[: len(train)]), _Referenced(val, found[len(train) :])
 
 
-class _Referenced(Rows[Preference]):
+class _Referenced(LazyRows[Preference]):
     """Preferences with the reference's log-probabilities."""
 
     def __init__(self, preferences: Sequence[Preference], found: NDArray[np.float32]) -> None:
@@ -108,7 +108,7 @@ class _Referenced(Rows[Preference]):
         return len(self._preferences)
 
     def row(self, index: int) -> Preference:
-        """See `Rows.row`."""
+        """See `LazyRows.row`."""
         return replace(self._preferences[index], ref_logprobs=tuple(self._found[index].tolist()))
 
 

@@ -13,7 +13,7 @@ import torch
 from numpy.typing import NDArray
 
 from hpc_rl.config.training.distill import DistillConfig
-from hpc_rl.data.lazy import Joined, Rows, Sizes
+from hpc_rl.data.lazy import Joined, LazyRows, Sizes
 from hpc_rl.data.sample_files import Samples
 from hpc_rl.data.sft_dataset import Sample
 from hpc_rl.errors import RunError, UserError
@@ -55,7 +55,7 @@ class Lesson:
 LESSONS: Samples[Lesson] = Samples(1, 0, lambda samples, _: Lesson(samples[0]))
 
 
-class TaughtLessons(Rows[Lesson]):
+class TaughtLessons(LazyRows[Lesson]):
     """Lessons with stored tokens.
 
     Args:
@@ -71,7 +71,7 @@ class TaughtLessons(Rows[Lesson]):
         return len(self._lessons)
 
     def row(self, index: int) -> Lesson:
-        """See `Rows.row`."""
+        """See `LazyRows.row`."""
         start, end = self._bounds[index : index + 2].tolist()
         number = int(np.searchsorted(self._part_ends, start, side="right"))
         before = int(self._part_ends[number]) - len(self._parts[number])

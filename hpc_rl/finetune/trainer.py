@@ -23,7 +23,7 @@ from hpc_rl.liveness.heartbeat import heart
 from hpc_rl.run_dir import RunDir
 from hpc_rl.tracking.metrics import has_validation, read_metrics
 from hpc_rl.tracking.page.report import failure_reported, report_end
-from hpc_rl.tracking.tracker import open_tracker
+from hpc_rl.tracking.tracker import Tracker
 from hpc_rl.training import guards
 from hpc_rl.training.checkpoints import checkpoint
 from hpc_rl.training.checkpoints.export import export, export_dtype, is_exported
@@ -166,7 +166,7 @@ def load(config: FinetuneConfig, run: RunDir, world: World, objective: Objective
         val=val,
         val_sizes=val_sizes,
         total_steps=total_steps,
-        tracker=world.together(lambda: open_tracker(config, run, progress.wandb_id, world.is_main)),
+        tracker=world.together(lambda: Tracker(config, run, progress.wandb_id, world.is_main)),
         saver=Saver(run.checkpoints, models, world, config.trainer.max_ckpt_to_keep, not config.trainer.save_async),
         stopping=stopping,
         step=progress.step,

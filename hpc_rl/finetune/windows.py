@@ -29,7 +29,7 @@ from hpc_rl.liveness.heartbeat import heart
 from hpc_rl.run_dir import RunDir, trusted_group
 from hpc_rl.system.worker_process import ProcessLost
 from hpc_rl.token_cache.cache import forget, is_due, open_tokenized, stop
-from hpc_rl.token_cache.entry import Request, Source
+from hpc_rl.token_cache.entry import RowSource, TokenizeRequest
 from hpc_rl.training.checkpoints import checkpoint
 from hpc_rl.training.parallel.distributed import World
 from hpc_rl.training.stopping import Stopping
@@ -179,7 +179,7 @@ class Windows(TrainingData):
         """Tokenize a window, unless it has been."""
         file, first = rows_file(self._run.stream, window), place * self._rows
         source = _Rows([self._name], "train", file, first, bring_rows=lambda: self._bring(window))
-        request = Request(source, self._tokenize, self._objective.form, self._key, contents)
+        request = TokenizeRequest(source, self._tokenize, self._objective.form, self._key, contents)
         group = trusted_group(self._run.path, self._config.slurm.group)
         rows, counts = open_tokenized(request, self._root, group, self._world, self._stopping)
         self.items, self._place = self._objective.items(rows), place
@@ -243,7 +243,7 @@ class Windows(TrainingData):
 
 
 @dataclass(frozen=True)
-class _Rows(Source):
+class _Rows(RowSource):
     """The rows of a window."""
 
     files: list[str]
@@ -256,9 +256,9 @@ class _Rows(Source):
     staleness: ClassVar[str] = "is of other rows or settings"
 
     def bring(self) -> None:
-        """See `Source.bring`."""
+        """See `RowSource.bring`."""
         self.bring_rows()
 
     def blocks(self, part: int, parts: int) -> Iterator[list[tuple[Row, str]]]:
-        """See `Source.blocks`."""
+        """See `RowSource.blocks`."""
         return window_blocks(self.path, self.files[0], self.first, part, parts)

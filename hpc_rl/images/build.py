@@ -21,7 +21,7 @@ from typing import NoReturn
 
 from hpc_rl import __version__
 from hpc_rl.errors import RunError, UserError
-from hpc_rl.images.definition import Builder, Source, build_argv, cause_of_failure, definition_args, space_needed
+from hpc_rl.images.definition import Builder, ImageSource, build_argv, cause_of_failure, definition_args, space_needed
 from hpc_rl.images.runtimes import RUNTIMES, find_program, missing
 from hpc_rl.images.sif import check_image, this_architecture
 from hpc_rl.images.wheel import pack_wheel
@@ -36,10 +36,10 @@ VERSION_TIMEOUT_S = 60
 
 
 @dataclass(frozen=True)
-class Order:
+class ImageOrder:
     """One image to build."""
 
-    source: Source
+    source: ImageSource
     out: Path
     sandbox: bool = False
     """An unpacked folder instead of a SIF file."""
@@ -76,7 +76,7 @@ def find_builder() -> Builder:
     return Builder(program, done.stdout.strip())
 
 
-def make(order: Order) -> Path:
+def make(order: ImageOrder) -> Path:
     """Build the image and return the path of its sidecar, OUT.json.
 
     The image is built under another name and renamed at the end; a build that fails or is interrupted leaves nothing.
@@ -93,7 +93,8 @@ def make(order: Order) -> Path:
         raise UserError(f"{order.out} exists: choose another --out, or use --force to replace it")
     with _lock(out), _workplace() as (work, cache):
         _check_space(order.source, work, out.parent)
-        digest = order.source.digest or _digest_of_file(order.source)
+        file = order.source.file
+        digest = order.source.digest or (file_sha256(file) if file is not None and file.is_file() else None)
         spec, arguments = _specification(order, work, digest)
         partial = out.with_name(f".{out.name}.partial")
         before = _cached_manifests(cache)
@@ -121,7 +122,7 @@ def file_sha256(path: Path) -> str:
         return f"sha256:{hashlib.file_digest(file, 'sha256').hexdigest()}"
 
 
-def _specification(order: Order, work: Path, digest: str | None) -> tuple[str, dict[str, str]]:
+def _specification(order: ImageOrder, work: Path, digest: str | None) -> tuple[str, dict[str, str]]:
     """Return the source of the build, a URI or a definition file, and the variables of the definition file."""
     if not order.with_project:
         return order.source.uri, {}
@@ -210,7 +211,7 @@ def _workplace() -> Iterator[tuple[Path, Path]]:
         _remove(work if base == kept else base)
 
 
-def _check_space(source: Source, work: Path, target: Path) -> None:
+def _check_space(source: ImageSource, work: Path, target: Path) -> None:
     needed = space_needed(source)
     if needed is None:
         return
@@ -223,17 +224,13 @@ def _check_space(source: Source, work: Path, target: Path) -> None:
             )
 
 
-def _digest_of_file(source: Source) -> str | None:
-    return file_sha256(source.file) if source.file is not None and source.file.is_file() else None
-
-
 def _cached_manifests(cache: Path) -> list[str]:
     """Return digests of the images in the runtime's cache, oldest first (OCI image layout, index.json)."""
     index = read_json(cache / "cache" / "blob" / "index.json", named=True)
     return [manifest["digest"] for manifest in index.get("manifests", [])]
 
 
-def _write_sidecar(order: Order, out: Path, builder: Builder, digest: str | None, sha256: str | None) -> Path:
+def _write_sidecar(order: ImageOrder, out: Path, builder: Builder, digest: str | None, sha256: str | None) -> Path:
     facts: Mapping[str, object] = {
         "source": order.source.uri,
         "digest": digest,

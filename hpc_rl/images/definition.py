@@ -18,7 +18,7 @@ _UNPACKED = 4
 
 
 @dataclass(frozen=True)
-class Source:
+class ImageSource:
     """The source that an image is built from."""
 
     bootstrap: str
@@ -66,7 +66,7 @@ class Builder:
         return "apptainer" in self.version.lower()
 
 
-def parse_source(text: str) -> Source:
+def parse_source(text: str) -> ImageSource:
     """Parse docker://NAME, docker-daemon:NAME, docker-archive:FILE, oci-archive:FILE, a SIF file or an unpacked folder.
 
     Raises:
@@ -76,7 +76,7 @@ def parse_source(text: str) -> Source:
     agent, colon, rest = text.partition(":")
     if colon and agent in ("docker", "docker-daemon", *_ARCHIVES):
         location = rest.removeprefix("//") if agent == "docker" else rest
-        source = Source(agent, location)
+        source = ImageSource(agent, location)
         if not location or (agent == "docker") != rest.startswith("//"):
             raise UserError(f"--from {text}: write docker://NAME:TAG, docker-daemon:NAME:TAG or docker-archive:FILE")
     elif "://" in text or (not Path(text).exists() and not text.endswith(".sif") and "/" not in text):
@@ -85,11 +85,11 @@ def parse_source(text: str) -> Source:
             "or unpacked folder"
         )
     else:
-        source = Source("localimage", text)
+        source = ImageSource("localimage", text)
     if source.file is not None:
         if not source.file.exists():
             raise UserError(f"--from {text}: no such file or folder")
-        return Source(source.bootstrap, source.location.replace(str(source.file), str(source.file.absolute()), 1))
+        return ImageSource(source.bootstrap, source.location.replace(str(source.file), str(source.file.absolute()), 1))
     return source
 
 
@@ -113,7 +113,7 @@ def build_argv(
     return [builder.program, "build", *(["--sandbox"] if sandbox else zstd), *arguments, str(out), spec]
 
 
-def definition_args(source: Source, wheel: Path, digest: str | None, more: Sequence[str]) -> dict[str, str]:
+def definition_args(source: ImageSource, wheel: Path, digest: str | None, more: Sequence[str]) -> dict[str, str]:
     """Return the variables of hpc-rl.def: the source of the image, and what the user sets (KEY=VALUE each).
 
     Raises:
@@ -141,7 +141,7 @@ def _refuse_credentials(option: str, text: str) -> None:
         )
 
 
-def space_needed(source: Source) -> int | None:
+def space_needed(source: ImageSource) -> int | None:
     """Return the bytes that a build needs; None if the size of the source is not known."""
     if source.file is None or source.file.is_dir():
         return None

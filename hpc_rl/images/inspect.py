@@ -44,7 +44,7 @@ def inspect_image(image: Path, python: str = "python3") -> ImageReport:
     """
     check_image(image)
     builder = find_builder()
-    report = ImageReport(str(image), builder.version, read_sidecar(image))
+    report = ImageReport(str(image), builder.version, read_json(sidecar(image), named=True))
     argv = probe_argv(builder, image.absolute(), python, gpu_option())
     try:
         done = subprocess.run(argv, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
@@ -53,7 +53,9 @@ def inspect_image(image: Path, python: str = "python3") -> ImageReport:
     report.facts = _last_object(done.stdout)
     if not report.facts:
         reason = (done.stderr.strip() or done.stdout.strip() or f"exit code {done.returncode}").splitlines()[-1]
-        _judge_failure(report, reason, python)
+        is_missing = "not found" in reason or "no such file" in reason.lower()
+        lacks = f"it has no {python} on its PATH (set --python to another one)" if is_missing else "it does not run"
+        report.problems.append(f"{lacks}: {reason}")
     else:
         _judge(report)
     return report
@@ -73,10 +75,6 @@ def gpu_option() -> str | None:
     return next((f"--{name}" for name, device in _GPUS.items() if Path(device).exists()), None)
 
 
-def read_sidecar(image: Path) -> dict[str, Any]:
-    return read_json(sidecar(image), named=True)
-
-
 def _judge(report: ImageReport) -> None:
     packages: Mapping[str, str] = report.facts["packages"]
     for module, error in report.facts["broken"].items():
@@ -94,13 +92,6 @@ def _judge(report: ImageReport) -> None:
         report.problems.append("this machine has GPUs, but torch in the image sees none")
     if report.facts["shm_bytes"] < LEAST_SHM:
         report.warnings.append(f"/dev/shm has {report.facts['shm_bytes']:,} bytes free inside")
-
-
-def _judge_failure(report: ImageReport, reason: str, python: str) -> None:
-    if "not found" in reason or "no such file" in reason.lower():
-        report.problems.append(f"it has no {python} on its PATH (set --python to another one): {reason}")
-    else:
-        report.problems.append(f"it does not run: {reason}")
 
 
 def _last_object(stdout: str) -> dict[str, Any]:

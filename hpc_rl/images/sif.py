@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import platform
 import struct
-from dataclasses import dataclass
 from pathlib import Path
 
 from hpc_rl.errors import UserError
@@ -22,23 +21,15 @@ _ARCHITECTURES = {
 _MACHINES = {"x86_64": "amd64", "aarch64": "arm64"}
 
 
-@dataclass(frozen=True)
-class SifHeader:
-    architecture: str
-    """In Go's names: amd64, arm64, ..."""
-    size: int
-    """Bytes of the complete file."""
-
-
-def read_header(content: bytes) -> SifHeader | None:
-    """Parse the header of a SIF file; None if the content is not a SIF file."""
+def _read_header(content: bytes) -> tuple[str, int] | None:
+    """Return the architecture in Go's names (amd64, arm64) and the size of the complete file; None if it is no SIF."""
     if len(content) < _HEADER.size:
         return None
     _, magic, _, code, _, *numbers = _HEADER.unpack_from(content)
     if magic != _MAGIC:
         return None
     architecture = code.rstrip(b"\0").decode(errors="replace")
-    return SifHeader(_ARCHITECTURES.get(architecture, architecture), numbers[-2] + numbers[-1])
+    return _ARCHITECTURES.get(architecture, architecture), numbers[-2] + numbers[-1]
 
 
 def check_image(image: Path, architecture: str | None = None) -> None:
@@ -56,7 +47,7 @@ def check_image(image: Path, architecture: str | None = None) -> None:
         return
     try:
         with image.open("rb") as file:
-            header = read_header(file.read(_HEADER.size))
+            header = _read_header(file.read(_HEADER.size))
         found = image.stat().st_size
     except OSError as error:
         raise UserError(f"image {image}: {(error.strerror or 'cannot be read').lower()}") from error
@@ -65,15 +56,14 @@ def check_image(image: Path, architecture: str | None = None) -> None:
             f"image {image} is not a SIF file ({found:,} bytes without its header): "
             f"build one with hpc-rl image build --from SOURCE --out {image}"
         )
-    if found < header.size:
-        raise UserError(
-            f"image {image} is incomplete: it has {found:,} of {header.size:,} bytes; copy it or build it again"
-        )
+    built_for, size = header
+    if found < size:
+        raise UserError(f"image {image} is incomplete: it has {found:,} of {size:,} bytes; copy it or build it again")
     wanted = architecture or this_architecture()
-    if header.architecture != wanted:
+    if built_for != wanted:
         raise UserError(
-            f"image {image} is for {header.architecture}, but the nodes are {wanted}: build it on such a machine, or "
-            f"set container.arch={header.architecture} if the compute nodes differ from the login node"
+            f"image {image} is for {built_for}, but the nodes are {wanted}: build it on such a machine, or "
+            f"set container.arch={built_for} if the compute nodes differ from the login node"
         )
 
 

@@ -61,7 +61,7 @@ class Duration:
 
 
 @dataclass(frozen=True)
-class Work:
+class PlannedWork:
     """A part of a step, which GPUs of a pool do together."""
 
     pool: str
@@ -131,7 +131,7 @@ def step_seconds(config: Planned, shapes: Shapes, gpu: GpuModel, memory: float) 
     return _seconds(config, parts, gpu, fast, often), _seconds(config, parts, gpu, slow, rare)
 
 
-def work_of(config: Planned, shapes: Shapes, memory: float) -> Iterator[Work]:
+def work_of(config: Planned, shapes: Shapes, memory: float) -> Iterator[PlannedWork]:
     """Yield the parts of a step."""
     yield from _finetuning(config, shapes) if isinstance(config, FinetuneConfig) else _pooled(config, shapes, memory)
 
@@ -150,7 +150,7 @@ def operations(shape: Shape, tokens: float, length: int, passes: float, attentio
     return tokens * (2 * passes * weights + 4 * attention * shape.layers * shape.queries * length)
 
 
-def _seconds(config: Planned, parts: list[Work], gpu: GpuModel, mfu: float, bandwidth: float) -> float:
+def _seconds(config: Planned, parts: list[PlannedWork], gpu: GpuModel, mfu: float, bandwidth: float) -> float:
     """Return the time of a step: pools work one after the other, or at the same time if responses may be older."""
     by_pool: dict[str, float] = {}
     for part in parts:
@@ -159,24 +159,24 @@ def _seconds(config: Planned, parts: list[Work], gpu: GpuModel, mfu: float, band
     return max(by_pool.values()) if overlaps else sum(by_pool.values())
 
 
-def _finetuning(config: FinetuneConfig, shapes: Shapes) -> Iterator[Work]:
+def _finetuning(config: FinetuneConfig, shapes: Shapes) -> Iterator[PlannedWork]:
     length, nodes, ranks = length_of(config), config.trainer.nnodes, config.trainer.n_gpus_per_node
     tokens = float(items_of(config) * length)
     teachers = (config.teacher.ranks_per_node or 0) if isinstance(config, DistillConfig) else 0
     gpus = nodes * (ranks - teachers)
     has_head = not isinstance(config, RmConfig)
-    yield Work("", gpus, _training(config, shapes[config.model.path], tokens, length, has_head))
+    yield PlannedWork("", gpus, _training(config, shapes[config.model.path], tokens, length, has_head))
     if isinstance(config, DpoConfig) and config.algorithm.loss not in NEEDS_NO_REFERENCE:
         # Stored log-probabilities are computed once, which is a forward pass of the first epoch.
         reference = shapes[config.ref.path or config.model.path]
         passes = FORWARD if not config.ref.precompute_logprobs else FORWARD / config.trainer.total_epochs
-        yield Work("", gpus, operations(reference, tokens, length, passes, passes))
+        yield PlannedWork("", gpus, operations(reference, tokens, length, passes, passes))
     if isinstance(config, DistillConfig):
         teacher = operations(shapes[config.teacher.path], tokens, length, FORWARD, FORWARD)
-        yield Work("teacher" if teachers else "", nodes * teachers or gpus, teacher)
+        yield PlannedWork("teacher" if teachers else "", nodes * teachers or gpus, teacher)
 
 
-def _pooled(config: PpoConfig | GenerateConfig, shapes: Shapes, memory: float) -> Iterator[Work]:
+def _pooled(config: PpoConfig | GenerateConfig, shapes: Shapes, memory: float) -> Iterator[PlannedWork]:
     length = config.data.longest
     tokens = float(items_of(config) * length)
     named = models_of(config)
@@ -193,14 +193,14 @@ def _pooled(config: PpoConfig | GenerateConfig, shapes: Shapes, memory: float) -
         work = operations(shape, tokens, length, passes, passes, has_head)
         if isinstance(config, PpoConfig) and role in ("actor", "critic"):
             work += config.actor.ppo_epochs * _training(config, shape, tokens, length, has_head)
-        yield Work(pool, gpus, work)
+        yield PlannedWork(pool, gpus, work)
 
 
 def _is_own_reference(config: PpoConfig | GenerateConfig) -> bool:
     return isinstance(config, PpoConfig) and config.model.lora.is_used and config.algorithm.kl.where != "none"
 
 
-def _generation(config: PpoConfig | GenerateConfig, shapes: Shapes, memory: float, gpus: int) -> Iterator[Work]:
+def _generation(config: PpoConfig | GenerateConfig, shapes: Shapes, memory: float, gpus: int) -> Iterator[PlannedWork]:
     """Yield what engines do: they compute the prompts, and then read weights and cache once for each token.
 
     All responses to a prompt share its computation. The cache of a response is half full on average.
@@ -208,7 +208,7 @@ def _generation(config: PpoConfig | GenerateConfig, shapes: Shapes, memory: floa
     pool, rollout, data, shape = pool_of(config, "rollout"), config.rollout, config.data, shapes[config.model.path]
     items, parallel = items_of(config), config.rollout.tensor_parallel_size
     prompts = items / rollout.n * data.max_prompt_length
-    yield Work(pool, gpus, operations(shape, prompts, data.max_prompt_length, FORWARD, FORWARD, head=False))
+    yield PlannedWork(pool, gpus, operations(shape, prompts, data.max_prompt_length, FORWARD, FORWARD, head=False))
     cached = data.max_prompt_length + data.max_response_length / 2
     share = max(1.0, items * parallel / gpus)
     limit = cache_tokens(config, shapes, memory)
@@ -216,7 +216,7 @@ def _generation(config: PpoConfig | GenerateConfig, shapes: Shapes, memory: floa
     own_cache = cached * shape.cache_bytes() / min(parallel, shape.key_heads)
     step_bytes = weights_of_engine(config, shape) + at_once * own_cache
     new = float(items * data.max_response_length)
-    yield Work(
+    yield PlannedWork(
         pool,
         gpus,
         operations(shape, new, int(cached), FORWARD, FORWARD),
@@ -225,7 +225,6 @@ def _generation(config: PpoConfig | GenerateConfig, shapes: Shapes, memory: floa
 
 
 def _training(config: FinetuneConfig | PpoConfig, shape: Shape, tokens: float, length: int, has_head: bool) -> float:
-    """Return the operations of forward and backward passes."""
     again = RECOMPUTED * len(recomputed_layers(config.model.enable_gradient_checkpointing, shape.layers)) / shape.layers
     passes = FROZEN if config.model.lora.is_used else TRAINED
     return operations(shape, tokens, length, passes + again, TRAINED + again, has_head)

@@ -31,7 +31,7 @@ Head = Literal["loss", "logprobs", "value"]
 
 
 @dataclass(frozen=True)
-class Held:
+class ShardedModel:
     """A model that ranks hold in parts."""
 
     shape: Shape
@@ -205,7 +205,6 @@ class Held:
         return 3 * shape.queries + 2 * times * shape.keys + normed
 
     def _chunk(self, tokens: int) -> float:
-        """Return the bytes of a chunk of logits."""
         rows = FLOAT32 * self.shape.vocabulary
         limit = max(1, CHUNK_BYTES // rows)
         return float(rows * -(-tokens // -(-tokens // limit)))
@@ -278,7 +277,6 @@ class Held:
 
 
 def _weights(linears: Mapping[str, tuple[int, int]]) -> int:
-    """Return the number of weights of linear layers."""
     return sum(rows * columns for rows, columns in linears.values())
 
 

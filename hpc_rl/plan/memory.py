@@ -16,7 +16,7 @@ from hpc_rl.config.training.finetune import FinetuneConfig
 from hpc_rl.config.training.moments import saved_by_eight_bits
 from hpc_rl.config.training.preferences import NEEDS_NO_REFERENCE, DpoConfig, RmConfig
 from hpc_rl.config.training.sharding import STATE_BYTES, auto_sharding
-from hpc_rl.plan.gpu_memory import COMPUTE, FLOAT32, Head, Held, Parts
+from hpc_rl.plan.gpu_memory import COMPUTE, FLOAT32, Head, Parts, ShardedModel
 from hpc_rl.plan.shape import Shape
 
 ENGINE_BYTES = 2e9
@@ -83,28 +83,28 @@ def models_of(config: Planned) -> dict[str, str]:
 
 
 @dataclass(frozen=True)
-class Placed:
+class PlacedModel:
     """A model, and the most ranks of a node that hold parts of it."""
 
-    held: Held
+    held: ShardedModel
     on_node: int
     pool: str = ""
     tokens: int = 0
     """Tokens of a micro-batch, if the model is trained."""
 
 
-def placed_models(config: Planned, shapes: Shapes, gpu_bytes: float) -> list[Placed]:
+def placed_models(config: Planned, shapes: Shapes, gpu_bytes: float) -> list[PlacedModel]:
     """Return the models of a job without the engine's, and without a frozen one beside fine-tuning."""
     if isinstance(config, FinetuneConfig):
         ranks = _finetune_ranks(config, gpu_bytes)
         policy, tokens = _policy(config, shapes, gpu_bytes), micro_tokens(config, ranks.count)
-        return [Placed(policy, ranks.per_node or ranks.count, tokens=tokens)]
+        return [PlacedModel(policy, ranks.per_node or ranks.count, tokens=tokens)]
     found = []
     for role, held in _held_by_role(config, shapes, gpu_bytes).items():
         pool = pool_of(config, role)
         sizes = pool_spec(config)[pool]
         tokens = micro_tokens(config, sum(sizes)) if isinstance(config, PpoConfig) and held.trained else 0
-        found.append(Placed(held, max(sizes), pool, tokens))
+        found.append(PlacedModel(held, max(sizes), pool, tokens))
     return found
 
 
@@ -152,7 +152,7 @@ def _finetune_phases(config: FinetuneConfig, shapes: Shapes, gpu_bytes: float) -
     yield Phase("save", whole, {})
 
 
-def _frozen_beside(config: FinetuneConfig, shapes: Shapes, ranks: Ranks) -> tuple[str, Held, bool] | None:
+def _frozen_beside(config: FinetuneConfig, shapes: Shapes, ranks: Ranks) -> tuple[str, ShardedModel, bool] | None:
     """Return name and model of a reference or a teacher, and whether it stays in memory during training."""
     if isinstance(config, DpoConfig) and config.algorithm.loss not in NEEDS_NO_REFERENCE:
         if config.model.lora.is_used and config.ref.path is None:
@@ -165,7 +165,7 @@ def _frozen_beside(config: FinetuneConfig, shapes: Shapes, ranks: Ranks) -> tupl
     return None
 
 
-def _policy(config: FinetuneConfig, shapes: Shapes, gpu_bytes: float) -> Held:
+def _policy(config: FinetuneConfig, shapes: Shapes, gpu_bytes: float) -> ShardedModel:
     head: Head = "value" if isinstance(config, RmConfig) else "loss"
     if isinstance(config, DpoConfig | DistillConfig):
         head = "logprobs"
@@ -194,7 +194,7 @@ def _pool_phases(
     config: PpoConfig | GenerateConfig,
     shapes: Shapes,
     gpu_bytes: float,
-    held: Mapping[Role, Held],
+    held: Mapping[Role, ShardedModel],
     has_engine: bool,
     ranks: int,
 ) -> Iterator[Phase]:
@@ -235,7 +235,7 @@ def _pool_phases(
         yield Phase("save", *_one_whole(resident, {role: held[role] for role in learners}))
 
 
-def _one_whole(resident: Parts, held: Mapping[Role, Held]) -> tuple[Parts, Parts]:
+def _one_whole(resident: Parts, held: Mapping[Role, ShardedModel]) -> tuple[Parts, Parts]:
     """Return what is resident and what exists beside it while each of some models in turn is on the GPU as a whole,
     to be loaded or saved."""
     extra = {role: model.states - model.waiting for role, model in held.items()}
@@ -279,7 +279,7 @@ def weights_of_engine(config: PpoConfig | GenerateConfig, shape: Shape) -> float
     return itemsize * shape.total / config.rollout.tensor_parallel_size
 
 
-def _sync(config: PpoConfig, actor: Held, awake: Parts) -> Parts:
+def _sync(config: PpoConfig, actor: ShardedModel, awake: Parts) -> Parts:
     """Return what exists while engines receive weights: a bucket, a whole tensor, and the weights of an engine that
     shares the GPU."""
     shape = actor.shape
@@ -294,9 +294,9 @@ def _sync(config: PpoConfig, actor: Held, awake: Parts) -> Parts:
     return found | ({ENGINE_WEIGHTS: weights_of_engine(config, shape) + own} if awake else {})
 
 
-def _held_by_role(config: PpoConfig | GenerateConfig, shapes: Shapes, gpu_bytes: float) -> dict[Role, Held]:
+def _held_by_role(config: PpoConfig | GenerateConfig, shapes: Shapes, gpu_bytes: float) -> dict[Role, ShardedModel]:
     """Return the models of all roles, without the engine's."""
-    found: dict[Role, Held] = {}
+    found: dict[Role, ShardedModel] = {}
     for role in config.roles:
         if role == "rollout":
             continue
@@ -323,13 +323,13 @@ def _pool_ranks(config: PpoConfig | GenerateConfig, role: Role, gpu_bytes: float
 
 def _trained(
     shape: Shape, head: Head, model: ModelConfig, optim: OptimConfig, trainer: TrainingConfig, ranks: Ranks
-) -> Held:
+) -> ShardedModel:
     itemsize = 4 if model.dtype == "float32" else 2
     adapters = adapter_parameters(shape, model.lora) if model.lora.is_used else 0
     total = shape.total_as_classifier if head == "value" else shape.total
     state_bytes = itemsize * total + STATE_BYTES * adapters if adapters else STATE_BYTES * total
     sharding, shards = _division(trainer.sharding, state_bytes, ranks)
-    return Held(
+    return ShardedModel(
         shape,
         itemsize,
         head,
@@ -346,12 +346,12 @@ def _trained(
     )
 
 
-def _frozen(shape: Shape, head: Head, trainer: TrainingConfig | None, ranks: Ranks) -> Held:
+def _frozen(shape: Shape, head: Head, trainer: TrainingConfig | None, ranks: Ranks) -> ShardedModel:
     """Return a model without gradients, which GPUs hold in bfloat16."""
     requested = "full" if trainer is None else trainer.sharding
     sharding, shards = _division(requested, COMPUTE * shape.total, ranks)
     offload = "none" if trainer is None else trainer.offload
-    return Held(shape, COMPUTE, head, sharding, shards, trained=False, offload=offload, ranks=ranks.count)
+    return ShardedModel(shape, COMPUTE, head, sharding, shards, trained=False, offload=offload, ranks=ranks.count)
 
 
 def _division(requested: str, state_bytes: int, ranks: Ranks) -> tuple[Sharding, int]:

@@ -15,18 +15,18 @@ from hpc_rl.config.rl.pools import pool_of
 from hpc_rl.config.rl.ppo import PpoConfig
 from hpc_rl.config.training.common import TrainingConfig
 from hpc_rl.config.training.finetune import FinetuneConfig
-from hpc_rl.plan.gpu_memory import COMPUTE, Held
+from hpc_rl.plan.gpu_memory import COMPUTE, ShardedModel
 from hpc_rl.plan.hardware import TIGHT, USABLE
 from hpc_rl.plan.memory import (
     Phase,
-    Placed,
+    PlacedModel,
     Planned,
     Shapes,
     cache_tokens,
     phases,
     placed_models,
 )
-from hpc_rl.plan.rows import MICRO_TOKENS, Rows, chosen
+from hpc_rl.plan.rows import MICRO_TOKENS, RowChoice, chosen
 
 Verdict = Literal["fits", "is tight", "does not fit"]
 TOKEN_BYTES = 4
@@ -71,7 +71,7 @@ class Plan:
     """Disk space of the exported model."""
     window: float
     """Disk space of the tokens of a window of data that is read while the run trains, at their full length."""
-    rows: Rows | None = None
+    rows: RowChoice | None = None
     """The choice of trainer.micro_tokens=auto; None if the option is a number."""
 
     @property
@@ -166,13 +166,12 @@ def _engine(config: Planned, shapes: Shapes, gpu: float) -> Engine | None:
 
 
 def _window_bytes(config: Planned) -> float:
-    """Return the disk space of a window's tokens (data.stream_rows)."""
     if not isinstance(config, FinetuneConfig) or config.data.stream_rows is None:
         return 0.0
     return float(config.data.stream_rows * config.data.longest * TOKEN_BYTES)
 
 
-def _inputs_bytes(trained: Sequence[Placed]) -> float:
+def _inputs_bytes(trained: Sequence[PlacedModel]) -> float:
     """Return the host memory of a node for inputs of layers. Models of a pool take turns, and use the same blocks."""
     most: dict[tuple[str, int], int] = {}
     for placed in trained:
@@ -182,12 +181,12 @@ def _inputs_bytes(trained: Sequence[Placed]) -> float:
     return float(sum(size * count for (_, size), count in most.items()))
 
 
-def _state_bytes(held: Held) -> float:
+def _state_bytes(held: ShardedModel) -> float:
     """Return the bytes of a model in a checkpoint: what is trained, and its two moments."""
     return 3 * held.changed - 2 * held.saved
 
 
-def _host_bytes(config: Planned, trained: Sequence[Placed]) -> float:
+def _host_bytes(config: Planned, trained: Sequence[PlacedModel]) -> float:
     """Return the host memory of a node: its processes, and the copies from which checkpoints are written."""
     processes = config.trainer.n_gpus_per_node
     if isinstance(config, PpoConfig) and pool_of(config, "rollout") == pool_of(config, "actor"):

@@ -34,7 +34,7 @@ fill the host's memory."""
 
 
 @dataclass(frozen=True)
-class Rows:
+class RowChoice:
     """The choice of trainer.micro_tokens=auto."""
 
     tokens: int
@@ -65,7 +65,7 @@ def usual(config: Planned) -> int:
     return max(USUAL, _at_least(least(config)))
 
 
-def chosen(config: Planned, shapes: Shapes, gpu: float, unplanned: float = 0.0) -> Rows | None:
+def chosen(config: Planned, shapes: Shapes, gpu: float, unplanned: float = 0.0) -> RowChoice | None:
     """Choose trainer.micro_tokens=auto: the most tokens with which each phase that computes rows fits, or needs no more
     than with the shortest rows, which hold the longest sample.
 
@@ -90,9 +90,9 @@ def chosen(config: Planned, shapes: Shapes, gpu: float, unplanned: float = 0.0) 
         too_full = [one for one, before in pairs if one.peak > max(limit - unplanned, before.peak)]
         if too_full:
             most_bytes = max(one.peak for one in too_full) + unplanned
-            return Rows(tokens, _fullest(found), "memory", limit, (longer, most_bytes))
+            return RowChoice(tokens, _fullest(found), "memory", limit, (longer, most_bytes))
         tokens, found = longer, needed
-    return Rows(tokens, _fullest(found), reason, _limit(tokens, gpu))
+    return RowChoice(tokens, _fullest(found), reason, _limit(tokens, gpu))
 
 
 def corrected(

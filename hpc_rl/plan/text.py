@@ -8,7 +8,7 @@ from hpc_rl.formats.counted import counted
 from hpc_rl.plan.advice import Advice, words
 from hpc_rl.plan.duration import PROMPTS, Duration
 from hpc_rl.plan.plan import Plan
-from hpc_rl.plan.rows import MICRO_TOKENS, Reason, Rows
+from hpc_rl.plan.rows import MICRO_TOKENS, Reason, RowChoice
 
 _MOST_PARTS = 4
 """Parts of a peak that are named."""
@@ -45,7 +45,7 @@ def arithmetic(plan: Plan) -> str:
     )
 
 
-def rows_text(rows: Rows, gpu: float) -> str:
+def rows_text(rows: RowChoice, gpu: float) -> str:
     """State what trainer.micro_tokens=auto is, and why.
 
     Args:

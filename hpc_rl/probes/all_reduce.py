@@ -26,7 +26,7 @@ REPEATS = 5
 
 
 @dataclass(frozen=True)
-class Result:
+class AllReduceSpeed:
     """The speed of an all-reduce."""
 
     backend: str
@@ -53,7 +53,7 @@ def main() -> None:
     dist.destroy_process_group()
 
 
-def measure(device: torch.device, group: dist.ProcessGroup | None, ranks: Sequence[int]) -> Result:
+def measure(device: torch.device, group: dist.ProcessGroup | None, ranks: Sequence[int]) -> AllReduceSpeed:
     """Check and time the all-reduce of a group; all of its ranks call this.
 
     Args:
@@ -69,7 +69,7 @@ def measure(device: torch.device, group: dist.ProcessGroup | None, ranks: Sequen
     size = BYTES["cpu" if device.type == "cpu" else "gpu"]
     seconds = seconds_each(torch.ones(size // 4, device=device), group)
     bandwidth = size / seconds * 2 * (len(ranks) - 1) / len(ranks) / 1e9
-    return Result(backend, len(ranks), size, latency_s, seconds, bandwidth)
+    return AllReduceSpeed(backend, len(ranks), size, latency_s, seconds, bandwidth)
 
 
 def check_sum(device: torch.device, group: dist.ProcessGroup | None, ranks: Sequence[int]) -> None:

@@ -25,7 +25,7 @@ RESET, EXIT = "/reset", "/exit"
 
 
 @dataclass
-class Chat:
+class TerminalChat:
     """A conversation with a model.
 
     Args:
@@ -87,7 +87,7 @@ def _streamer(tokenizer: PreTrainedTokenizerBase, ends: Sequence[int]) -> TextSt
     return AnswerStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
 
 
-def load_chat(path: str, temperature: float, max_tokens: int, trust_remote_code: bool = False) -> Chat:
+def load_chat(path: str, temperature: float, max_tokens: int, trust_remote_code: bool = False) -> TerminalChat:
     """Load a model and its tokenizer: on a GPU in bfloat16 if there is one, otherwise in the type of its files.
 
     Raises:
@@ -113,10 +113,10 @@ def load_chat(path: str, temperature: float, max_tokens: int, trust_remote_code:
     remote = {"trust_remote_code": trust_remote_code}
     model = from_pretrained(AutoModelForCausalLM, path, "model", dtype=dtype, **remote).to(device).eval()
     ends = sorted(ending_token_ids(tokenizer, tokenizer.get_chat_template(), path))
-    return Chat(model, tokenizer, ends, temperature, max_tokens)
+    return TerminalChat(model, tokenizer, ends, temperature, max_tokens)
 
 
-def converse(chat: Chat) -> None:
+def converse(chat: TerminalChat) -> None:
     """Read messages until the input ends, and print the answers."""
     is_terminal = sys.stdin.isatty()
     if is_terminal:

@@ -1,4 +1,4 @@
-"""Measure the disk usage of runs, and remove old checkpoints or whole runs."""
+"""Runs on disk: measure their size, verify their checkpoints, and remove old checkpoints or whole runs."""
 
 from __future__ import annotations
 
@@ -11,11 +11,15 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from itertools import groupby
 from pathlib import Path
+from typing import Any
 
 from hpc_rl.errors import UserError
 from hpc_rl.run_dir import RunDir, submitting
 from hpc_rl.runs.control import settled_status
-from hpc_rl.runs.status import RunStatus, is_pipeline, is_sweep
+from hpc_rl.runs.finding import find_run
+from hpc_rl.runs.folders import ROOT, is_pipeline, is_run, is_sweep, runs_below
+from hpc_rl.runs.run_sets import find_run_set
+from hpc_rl.runs.status import RunStatus
 from hpc_rl.system import entries
 from hpc_rl.system.files import read_json
 from hpc_rl.system.ownership import is_own_folder
@@ -23,6 +27,7 @@ from hpc_rl.system.scratch import remove_tree
 from hpc_rl.training.checkpoints import folders
 
 DAY_S = 86_400
+INTACT, DAMAGED, UNKNOWN = "intact", "damaged", "unknown"
 _REMOVED = ".removed"
 _DOOMED = re.compile(rf"\..+\.\d+{re.escape(_REMOVED)}")
 """Name of a folder that is being removed: that of the run or checkpoint, and the id of the process."""
@@ -52,6 +57,22 @@ class TokenizedData:
     """Bytes."""
     age_s: float
     """Seconds since a run began to use it."""
+
+
+@dataclass(frozen=True)
+class Verified:
+    """One checkpoint."""
+
+    path: Path
+    state: str
+    """intact; damaged; or unknown, if an earlier version wrote it, without checksums."""
+    size: int
+    """Bytes."""
+    problem: str
+    """The first file that is not as it was written; empty if all are."""
+
+    def as_dict(self) -> dict[str, Any]:
+        return {"path": str(self.path), "state": self.state, "bytes": self.size, "problem": self.problem}
 
 
 @dataclass(frozen=True)
@@ -203,6 +224,34 @@ def _take_names(run: RunDir, removals: Sequence[Removal], on_used: Callable[[str
                 doomed.path.rename(removal.path)
             raise
         return taken
+
+
+def runs_named(target: str | None) -> list[RunDir]:
+    """Return the runs of a directory, a sweep or a pipeline, or a single run; without a target, those below ./runs.
+
+    Raises:
+        UserError: there is no such run.
+    """
+    if target is not None and (several := find_run_set(target)):
+        return several.runs()
+    folder = ROOT if target is None else Path(target)
+    if target is not None and (is_run(folder) or not folder.is_dir()):
+        return [find_run(target)]
+    return [RunDir(path.absolute()) for path in sorted(runs_below(folder)) if is_run(path)]
+
+
+def verify(runs: Iterable[RunDir]) -> Iterator[Verified]:
+    """Read every finished checkpoint of some runs, oldest first. One that is removed in the meantime is left out."""
+    for run in runs:
+        for _, path in reversed(folders.numbered(run.checkpoints)):
+            problem, checked = folders.damage_of(path), folders.has_checksums(path)
+            files = [file for file in path.rglob("*") if file.is_file()]
+            size = sum(file.stat().st_size for file in files if file.exists())
+            if not path.exists():
+                continue
+            state = DAMAGED if problem else INTACT if checked else UNKNOWN
+            reason = problem or ("" if checked else "it has no checksums")
+            yield Verified(path, state, size, reason)
 
 
 @contextmanager

@@ -11,7 +11,9 @@ from pathlib import Path
 from hpc_rl.errors import EXIT_STOPPED, UserError
 from hpc_rl.formats.counted import counted
 from hpc_rl.run_dir import RunDir
-from hpc_rl.runs.status import ROOT, RunStatus, in_slurm, named_paths, place_of, process_alive, status_of, statuses_of
+from hpc_rl.runs.finding import named_paths
+from hpc_rl.runs.folders import ROOT
+from hpc_rl.runs.status import RunStatus, in_slurm, place_of, process_alive, status_of, statuses_of
 from hpc_rl.slurm import commands
 from hpc_rl.slurm.place import by_place
 from hpc_rl.system.files import write_atomically
@@ -112,7 +114,7 @@ def cancel(run: RunDir) -> str:
     else:
         cancel_jobs([now])
     write_atomically(run.cancelled, f"{now.job_id}\n")
-    saved = newest_checkpoint(run) or saved_by(run)
+    saved = saved_by(run)
     left = f"{how_to_resume(run)} resumes from {saved}" if saved else "it had not saved anything yet"
     return f"cancelled job {now.job_id} of run {run.name}; {left}"
 
@@ -131,15 +133,11 @@ def naming_option(run: RunDir) -> str:
     return f"--job-name {run.name}" if is_direct else f"--run-dir {run.path}"
 
 
-def newest_checkpoint(run: RunDir) -> str | None:
-    """Return the name of the newest complete checkpoint, such as step-00000040."""
-    return max((path.name for path in run.checkpoints.glob("step-*") if not path.suffix), default=None)
-
-
 def saved_by(run: RunDir) -> str | None:
-    """Return what a run without checkpoints has saved: the finished blocks of a generation."""
+    """Return what a run has saved: its newest complete checkpoint, or the finished blocks of a generation."""
+    newest = max((path.name for path in run.checkpoints.glob("step-*") if not path.suffix), default=None)
     blocks = len(list(run.response_parts.glob("*.jsonl")))
-    return counted(blocks, "finished block") if blocks else None
+    return newest or (counted(blocks, "finished block") if blocks else None)
 
 
 def stop(run: RunDir) -> str:

@@ -1,18 +1,24 @@
-"""The folders in which this user has submitted runs, so that plans learn from the runs of all projects."""
+"""The folders of runs: what is in them, and those in which this user has submitted runs.
+
+The latter are the lines of ~/.local/state/hpc-rl/run-folders, the newest first ($XDG_STATE_HOME replaces
+~/.local/state: https://specifications.freedesktop.org/basedir-spec/latest/), so that plans learn from the runs of all
+projects.
+"""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+import os
+from collections.abc import Iterator, Sequence
 from heapq import nlargest
 from pathlib import Path
 
-from hpc_rl.run_dir import RunDir
-from hpc_rl.runs import remembered
-from hpc_rl.runs.status import ROOT, is_pipeline, is_sweep, runs_below
+from hpc_rl.run_dir import MARKS, PIPELINE_MARK, SWEEP_MARK, RunDir
 from hpc_rl.system.files import write_atomically
-from hpc_rl.system.ownership import is_own_folder
+from hpc_rl.system.ownership import is_own_folder, open_own
 
+ROOT = Path("runs")
+"""Folder of the runs without --run-dir, below the working folder."""
 MOST_FOLDERS = 50
 """Folders that are remembered."""
 MOST_RUNS = 100
@@ -24,8 +30,8 @@ def remember(folder: Path) -> None:
     are less exact."""
     folder = folder.absolute()
     line = str(folder.parent if is_sweep(folder) or is_pipeline(folder) else folder)
-    path = remembered.list_file()
-    lines = [] if path is None else remembered.lines(path)
+    path = _list_file()
+    lines = [] if path is None else _lines(path)
     if path is None or lines[:1] == [line] or not line.isprintable():
         return
     with contextlib.suppress(OSError):
@@ -36,7 +42,7 @@ def remember(folder: Path) -> None:
 
 def run_folders() -> list[Path]:
     """Return ./runs, and the other remembered folders that still exist and belong to this user."""
-    return list(dict.fromkeys([ROOT.absolute(), *remembered.folders()]))
+    return list(dict.fromkeys([ROOT.absolute(), *remembered_folders()]))
 
 
 def newest_runs() -> Iterator[RunDir]:
@@ -47,3 +53,68 @@ def newest_runs() -> Iterator[RunDir]:
             with contextlib.suppress(OSError):  # not submitted
                 times[path] = RunDir(path).job.stat().st_mtime
     yield from map(RunDir, nlargest(MOST_RUNS, times, key=lambda path: times[path]))
+
+
+def is_run(path: Path) -> bool:
+    return any((path / mark).is_file() for mark in MARKS)
+
+
+def is_sweep(path: Path) -> bool:
+    return (path / SWEEP_MARK).is_file()
+
+
+def is_pipeline(path: Path) -> bool:
+    return (path / PIPELINE_MARK).is_file()
+
+
+def runs_below(root: Path) -> Iterator[Path]:
+    """Return every folder below a directory that may be a run, including those of its sweeps and pipelines."""
+    return map(Path, _paths_below(root))
+
+
+def run_paths(root: Path) -> list[str]:
+    """Return the paths of all runs below a directory, as text, which is faster if there are thousands of them."""
+    return [path for path in _paths_below(root) if _has_any(path, MARKS)]
+
+
+def _paths_below(root: Path) -> Iterator[str]:
+    for path in _folders(str(root)) if root.is_dir() else ():
+        if _has_any(path, (SWEEP_MARK, PIPELINE_MARK)):
+            yield from _folders(path)
+        else:
+            yield path
+
+
+def _has_any(path: str, names: Sequence[str]) -> bool:
+    return any(os.path.isfile(f"{path}/{name}") for name in names)  # noqa: PTH113
+
+
+def _folders(path: str) -> Iterator[str]:
+    """Return the folders in a folder, without hidden ones, such as those that are being removed."""
+    with os.scandir(path) as entries:
+        yield from (entry.path for entry in entries if not entry.name.startswith(".") and entry.is_dir())
+
+
+def remembered_folders() -> list[Path]:
+    """Return the folders that still exist and belong to this user."""
+    path = _list_file()
+    return [] if path is None else [folder for line in _lines(path) if is_own_folder(folder := Path(line))]
+
+
+def _list_file() -> Path | None:
+    """Return the path of the list; None if the home folder is unknown."""
+    state = os.environ.get("XDG_STATE_HOME", "")
+    try:
+        folder = Path(state) if state.startswith("/") else Path("~/.local/state").expanduser()
+    except RuntimeError:
+        return None
+    return folder / "hpc-rl" / "run-folders"
+
+
+def _lines(path: Path) -> list[str]:
+    """Return the lines of the list; none if it does not exist, or somebody else can write to it."""
+    try:
+        with open_own(path) as file:
+            return file.read().splitlines()
+    except (OSError, UnicodeDecodeError):
+        return []

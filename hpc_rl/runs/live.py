@@ -24,7 +24,7 @@ from hpc_rl.runs import control
 from hpc_rl.runs.stages import start_phase
 from hpc_rl.runs.status import status_of
 from hpc_rl.system.files import Follower, read_end
-from hpc_rl.tracking.dashboard import Snapshot, printable, screen
+from hpc_rl.tracking.dashboard import RunSnapshot, printable, screen
 from hpc_rl.tracking.formatting import duration, hours
 from hpc_rl.tracking.history import read_history
 from hpc_rl.tracking.metrics import MOST_STEPS, Record, completed, parse_line, read_thinned
@@ -47,7 +47,7 @@ def print_once(run: RunDir, explain: Explain) -> None:
     width, height = console.size if console.is_terminal else ONCE_SIZE
     if not console.is_terminal:
         console = Console(highlight=False, width=width, file=terminal(sys.stdout))
-    console.print(screen(Watched(run, explain).look(), width, height))
+    console.print(screen(WatchedRun(run, explain).look(), width, height))
 
 
 def watch(run: RunDir, explain: Explain) -> int:
@@ -65,7 +65,7 @@ def watch(run: RunDir, explain: Explain) -> int:
             f"watch needs a terminal: use hpc-rl watch {run.name} --once for the current state, or "
             f"hpc-rl logs -f {run.name} for the log"
         )
-    watched = Watched(run, explain)
+    watched = WatchedRun(run, explain)
     code = 0
     end_signs_of_life()
 
@@ -87,7 +87,7 @@ def watch(run: RunDir, explain: Explain) -> int:
     return code
 
 
-class Watched:
+class WatchedRun:
     """The state of a run, which is read repeatedly.
 
     Log and metrics are read at each look. Slurm is queried, and the files of all nodes are read, at growing intervals.
@@ -106,13 +106,13 @@ class Watched:
     def active(self) -> bool:
         return not self._ended
 
-    def look(self) -> Snapshot:
+    def look(self) -> RunSnapshot:
         if self.active and time.monotonic() >= self._asked + self._interval:
             self._interval = min(self._interval * 1.3, control.STATE_POLL_S[1])
             self._ask()
         self._read_metrics()
         state = self.status.state if self.status.active else ""
-        return Snapshot(
+        return RunSnapshot(
             name=printable(self._run.name),
             state=self.status.state,
             facts=[printable(fact) for fact in self._facts()],

@@ -11,7 +11,8 @@ from typing import Any
 from hpc_rl.config.base import possible_path
 from hpc_rl.config.tree import flat
 from hpc_rl.errors import UserError
-from hpc_rl.runs.status import ROOT, find_run, is_run, runs_below
+from hpc_rl.runs.finding import find_run
+from hpc_rl.runs.folders import ROOT, is_run, runs_below
 
 MODEL_KEYS = (
     *("model.path", "model.tokenizer_path", "model.lora.path"),

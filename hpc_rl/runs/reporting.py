@@ -9,8 +9,9 @@ from pathlib import Path
 
 from hpc_rl.errors import UserError
 from hpc_rl.run_dir import RunDir
+from hpc_rl.runs.finding import find_run
 from hpc_rl.runs.run_sets import find_run_set
-from hpc_rl.runs.status import RunStatus, find_run, is_local, place_of, statuses_of
+from hpc_rl.runs.status import RunStatus, is_local, place_of, statuses_of
 from hpc_rl.slurm import commands
 from hpc_rl.slurm.place import by_place
 from hpc_rl.system.ownership import is_own_folder

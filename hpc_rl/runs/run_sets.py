@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from hpc_rl.config.pipeline import ROUND
 from hpc_rl.errors import EXIT_STOPPED
@@ -16,7 +16,8 @@ from hpc_rl.formats.counted import counted
 from hpc_rl.formats.typed_json import is_text
 from hpc_rl.run_dir import PIPELINE_MARK, SWEEP_MARK, RunDir
 from hpc_rl.runs import control
-from hpc_rl.runs.status import ROOT, RunStatus, is_pipeline, is_sweep, statuses_of
+from hpc_rl.runs.folders import ROOT, is_pipeline, is_sweep
+from hpc_rl.runs.status import RunStatus, statuses_of
 from hpc_rl.system.files import read_json
 from hpc_rl.tracking.recorded import STAGE
 
@@ -29,20 +30,18 @@ class RunSet(ABC):
     """A folder with several runs that were submitted together."""
 
     path: Path
+    noun: ClassVar[str]
+    """What the user calls it."""
+    mark: ClassVar[str]
+    """Name of the file that lists the runs, what was submitted, and the values of each run."""
 
     @property
     def name(self) -> str:
         return self.path.name
 
     @property
-    @abstractmethod
-    def noun(self) -> str:
-        """What the user calls it."""
-
-    @property
-    @abstractmethod
     def record(self) -> Path:
-        """The file that lists the runs."""
+        return self.path / self.mark
 
     @abstractmethod
     def runs(self) -> list[RunDir]:
@@ -66,12 +65,7 @@ class RunSet(ABC):
 class SweepDir(RunSet):
     """The folder of a sweep. It contains the runs NAME_1, NAME_2, ..., named like the tasks of a Slurm array."""
 
-    noun = "sweep"
-
-    @property
-    def record(self) -> Path:
-        """sweep.json: what was submitted, and each run's values."""
-        return self.path / SWEEP_MARK
+    noun, mark = "sweep", SWEEP_MARK
 
     @property
     def script(self) -> Path:
@@ -92,12 +86,7 @@ class SweepDir(RunSet):
 class PipelineDir(RunSet):
     """The folder of a pipeline. It contains a run for each stage of each round, NAME_ROUND-STAGE."""
 
-    noun = "pipeline"
-
-    @property
-    def record(self) -> Path:
-        """pipeline.json: what was submitted, and round and stage of each run."""
-        return self.path / PIPELINE_MARK
+    noun, mark = "pipeline", PIPELINE_MARK
 
     def run(self, round_: int, stage: str) -> RunDir:
         return RunDir(self.path / f"{self.name}_{round_}-{stage}")

@@ -12,8 +12,9 @@ from typing import Any
 from hpc_rl.config.tree import read_options
 from hpc_rl.errors import UserError
 from hpc_rl.run_dir import RunDir, ended_at
+from hpc_rl.runs.folders import ROOT, is_run, run_paths
 from hpc_rl.runs.run_sets import RunSet, find_run_set, run_set_in
-from hpc_rl.runs.status import ROOT, RunStatus, is_run, run_paths, statuses_of
+from hpc_rl.runs.status import RunStatus, statuses_of
 from hpc_rl.tracking.evaluations import data_names, model_names
 from hpc_rl.tracking.history import read_history
 
@@ -86,53 +87,33 @@ class RunRow:
 
 
 def find_rows(target: str | None, recent: bool = False) -> tuple[list[RunRow], int]:
-    """Return the runs of a directory or of a sweep; without a target, those below ./runs. The newest is last.
+    """Return the runs of a sweep or a pipeline, in order, or of a directory, the newest last. None: those below ./runs.
 
     Args:
-        recent: leave out most runs of a directory that have ended (`recent_runs`).
+        recent: of the runs of a directory that have ended, return the newest only, without reading the others.
 
     Returns:
-        the rows, and the number of runs that are left out.
+        the rows, and the number of ended runs that are left out.
 
     Raises:
         UserError: the target is a single run, or does not exist.
     """
     if target is not None and (several := find_run_set(target)):
         return runs_of(several), 0
-    folder = ROOT if target is None else _directory(target)
-    return recent_runs(folder) if recent else (all_runs(folder), 0)
+    found = run_paths((ROOT if target is None else _directory(target)).absolute())
+    ended = {path: time for path in found if (time := ended_at(path)) is not None} if recent else {}
+    shown = set(nlargest(MOST_ENDED, ended, key=lambda path: ended[path]))
+    rows = _rows([RunDir(Path(path)) for path in found if path in shown or path not in ended])
+    return sorted(rows, key=lambda row: row.submitted), len(ended) - len(shown)
 
 
 def _directory(target: str) -> Path:
-    """Return a directory of runs.
-
-    Raises:
-        UserError: the target is a single run, or does not exist.
-    """
     folder = Path(target)
     if is_run(folder) or is_run(ROOT / target):
         raise UserError(f"{target} is a single run: hpc-rl status {target} shows it")
     if not folder.is_dir():
         raise UserError(f"no directory {target!r}, and no sweep or pipeline of that name in {ROOT.absolute()}")
     return folder
-
-
-def all_runs(root: Path) -> list[RunRow]:
-    """Return every run below a directory, including those of its sweeps; the newest is last."""
-    return _by_submission(_rows([RunDir(Path(path)) for path in run_paths(root.absolute())]))
-
-
-def recent_runs(root: Path) -> tuple[list[RunRow], int]:
-    """Return the runs below a directory that have not ended and the newest ones that have, without reading the others.
-
-    Returns:
-        the rows, of which the newest is last, and the number of ended runs that are left out.
-    """
-    found = run_paths(root.absolute())
-    ended = {path: time for path in found if (time := ended_at(path)) is not None}
-    shown = set(nlargest(MOST_ENDED, ended, key=lambda path: ended[path]))
-    rows = _rows([RunDir(Path(path)) for path in found if path in shown or path not in ended])
-    return _by_submission(rows), len(ended) - len(shown)
 
 
 def runs_of(several: RunSet) -> list[RunRow]:
@@ -185,10 +166,6 @@ def _order(value: Any) -> tuple[int, float, str]:
         return (0, float(value), "")
     except (TypeError, ValueError):
         return (1, 0.0, str(value).casefold())
-
-
-def _by_submission(rows: Sequence[RunRow]) -> list[RunRow]:
-    return sorted(rows, key=lambda row: row.submitted)
 
 
 def _rows(found: Sequence[RunDir]) -> list[RunRow]:

@@ -97,12 +97,9 @@ class Devices:
 def _leaves_cpus_open(slurm: Mapping[str, Any]) -> bool:
     """Return whether no option gives the CPUs of a job on GPUs."""
     given = slurm.get("cpus_per_task") or slurm.get("cpus_per_gpu") or _table(slurm, "node").get("cpus")
-    return not given and "cpus-per-gpu" not in _table(slurm, "sbatch") and not _leaves_out(slurm, "cpus-per-task")
-
-
-def _leaves_out(slurm: Mapping[str, Any], option: str) -> bool:
     left_out = slurm.get("leave_out")
-    return isinstance(left_out, list) and option in left_out
+    is_left_out = isinstance(left_out, list) and "cpus-per-task" in left_out
+    return not (given or is_left_out or "cpus-per-gpu" in _table(slurm, "sbatch"))
 
 
 def _names_gpus(slurm: Mapping[str, Any]) -> bool:

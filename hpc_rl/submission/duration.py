@@ -4,25 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
 
 from hpc_rl.config.rl.generate import GenerateConfig
 from hpc_rl.config.rl.ppo import PpoConfig
-from hpc_rl.config.rl.rollout import engine_spec
+from hpc_rl.config.rl.rollout import engine_name
 from hpc_rl.errors import UserError
 from hpc_rl.plan.duration import BANDWIDTH, MFU, Duration, gpus_of, items_of, length_of, step_seconds, steps_of
 from hpc_rl.plan.hardware import gpu_model
 from hpc_rl.plan.memory import Planned, Shapes
-from hpc_rl.runs.speeds import Measured, newest_like
+from hpc_rl.runs.earlier import RunSpeed, newest_like
 
 _MOST_BYTES = 4 << 30
 """Largest size of data whose rows are counted, which takes about a second for each 10^9 bytes."""
-
-
-class Unknown(NamedTuple):
-    """Why the time of a job is not planned."""
-
-    reason: str
 
 
 def gpu_kind(config: Planned, memory: float) -> str:
@@ -30,15 +23,15 @@ def gpu_kind(config: Planned, memory: float) -> str:
     return config.slurm.gpu_type or f"{memory / 1e9:g} GB"
 
 
-def measured_like(kind: str, config: Planned, shapes: Shapes, memory: float) -> Measured | None:
+def measured_like(kind: str, config: Planned, shapes: Shapes, memory: float) -> RunSpeed | None:
     """Return the newest run of this project that is like a job; None if there is none."""
     return newest_like(kind, gpu_kind(config, memory), shapes[config.model.path].total)
 
 
 def duration_of(
-    config: Planned, shapes: Shapes, memory: float, measured: Measured | None, rows: int | None = None
-) -> Duration | Unknown:
-    """Return the time of a job.
+    config: Planned, shapes: Shapes, memory: float, measured: RunSpeed | None, rows: int | None = None
+) -> Duration | str:
+    """Return the time of a job, or why it is not planned.
 
     Args:
         memory: of one GPU, in bytes.
@@ -57,11 +50,12 @@ def duration_of(
     if model is None:
         named = config.slurm.gpu_type
         found_type = f"slurm.gpu_type={named} names no known model of GPUs" if named else "slurm.gpu_type is not set"
-        return Unknown(f"unknown, because {found_type}: use a name such as h100 or a100")
+        return f"unknown, because {found_type}: use a name such as h100 or a100"
     found = step_seconds(config, shapes, model, memory)
     if found is None:
         assert isinstance(config, PpoConfig | GenerateConfig)
-        return Unknown(f"unknown, because no speed is known of rollout.name={_in_process(config)}")
+        engine = engine_name(config.rollout, config.trainer.computes_on)
+        return f"unknown, because no speed is known of rollout.name={engine}"
     basis = f"at {_percent(MFU)} of {model.tflops:g} TFLOPS"
     if isinstance(config, PpoConfig | GenerateConfig):
         basis += f" and {_percent(BANDWIDTH)} of {model.bandwidth:g} TB/s"
@@ -97,7 +91,3 @@ def count_lines(files: Sequence[Path]) -> int | None:
 def _percent(ends: tuple[float, float]) -> str:
     low, high = ends
     return f"{100 * low:.0f} to {100 * high:.0f} %"
-
-
-def _in_process(config: PpoConfig | GenerateConfig) -> str:
-    return engine_spec(config).module.rpartition(".")[2]

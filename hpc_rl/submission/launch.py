@@ -12,7 +12,7 @@ from hpc_rl.submission.job import Job
 from hpc_rl.submission.local import check_local
 from hpc_rl.submission.planning import check_fit, check_host, expected, on_fewest_nodes, plan_of_job, rows_notes
 from hpc_rl.submission.preflight.checks import check
-from hpc_rl.submission.request import Request, plan, reserve
+from hpc_rl.submission.request import JobRequest, plan, reserve
 from hpc_rl.submission.resources import granted_bytes
 from hpc_rl.submission.resuming import refuse_completed, resumed
 from hpc_rl.submission.script.directives import environment_notes
@@ -25,7 +25,7 @@ TEST_TIME = "10:00"
 TEST_WARNING_S = 60
 
 
-def prepare(request: Request, note: Note) -> tuple[Job, str]:
+def prepare(request: JobRequest, note: Note) -> tuple[Job, str]:
     """Plan and check the job of a request; return the job and its script. Changes nothing.
 
     Raises:
@@ -74,7 +74,7 @@ def make_run_dir(planned: Job, script: str) -> tuple[Job, str]:
     return job, script if job.run_dir == planned.run_dir else render(job)
 
 
-def submit(request: Request, note: Note) -> tuple[Job, str]:
+def submit(request: JobRequest, note: Note) -> tuple[Job, str]:
     """Queue the job of a request; return the job and its id.
 
     Raises:
@@ -85,7 +85,7 @@ def submit(request: Request, note: Note) -> tuple[Job, str]:
     return job, queue.submit(job, script)
 
 
-def as_test(request: Request) -> Request:
+def as_test(request: JobRequest) -> JobRequest:
     """Turn a request into a short trial: two steps, ten minutes, on the site's test partition if there is one."""
     settings = {"slurm.time": TEST_TIME, "slurm.warning_s": TEST_WARNING_S, "slurm.requeue": False}
     settings |= KINDS[request.kind].test_settings

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -27,14 +27,14 @@ from hpc_rl.plan.plan import Plan, plan_of
 from hpc_rl.plan.rows import MICRO_TOKENS, is_auto
 from hpc_rl.plan.shape import Shape, shape_of
 from hpc_rl.plan.text import arithmetic, gigabytes, problem, remedies, rows_text
+from hpc_rl.runs.earlier import GpuMemory, gpus_like
 from hpc_rl.runs.models import models_of_runs
-from hpc_rl.runs.recorded_gpus import gpus_like
 from hpc_rl.sites.profile import load_profile
 from hpc_rl.submission.devices import Devices
 from hpc_rl.submission.duration import duration_of, gpu_kind, measured_like
 from hpc_rl.submission.hub import hub_cache
 from hpc_rl.submission.job import Job
-from hpc_rl.submission.request import Request
+from hpc_rl.submission.request import JobRequest
 from hpc_rl.submission.request import plan as plan_request
 from hpc_rl.submission.resources import granted_bytes
 from hpc_rl.system.files import read_json
@@ -61,7 +61,7 @@ def planned_part(config: JobConfig) -> Planned | None:
     return config if is_planned else None  # type: ignore[return-value]  # mypy does not follow the line above
 
 
-def planned_config(request: Request) -> JobConfig:
+def planned_config(request: JobRequest) -> JobConfig:
     """Compose the configuration of a request that is planned and not submitted: data and rewards may be missing.
 
     Raises:
@@ -92,27 +92,11 @@ def shapes_of(config: Planned, ask_hub: bool) -> dict[str, Shape]:
     return found
 
 
-class GpuMemory(NamedTuple):
-    """The memory of one GPU of a job."""
-
-    bytes: float
-    run: Path | None = None
-    """The earlier run that recorded it; None if the settings state it."""
-
-    @property
-    def source(self) -> str:
-        """What states it, in words."""
-        if self.run is None:
-            return "slurm.node.gpu_gb or slurm.gpu_type"
-        return f"the run {self.run}; if it is wrong, set slurm.node.gpu_gb"
-
-
 def gpu_memory(slurm: SlurmConfig) -> GpuMemory | None:
     """Return the memory of a job's GPUs, as the settings state it or an earlier run recorded it; None if neither."""
     if (stated := gpu_bytes(slurm)) is not None:
         return GpuMemory(stated)
-    seen = gpus_like(slurm)
-    return None if seen is None else GpuMemory(seen.gigabytes * 1e9, seen.run.path)
+    return gpus_like(slurm)
 
 
 class JobPlan(NamedTuple):
@@ -235,10 +219,10 @@ def expected(kind: str, found: JobPlan) -> dict[str, Any]:
         items=items_of(config),
         step_s=[round(seconds, 3) for seconds in time.step] if isinstance(time, Duration) else [],
     )
-    return {KEY: facts.as_dict()}
+    return {KEY: asdict(facts)}
 
 
-def on_fewest_nodes(request: Request) -> tuple[Request, str]:
+def on_fewest_nodes(request: JobRequest) -> tuple[JobRequest, str]:
     """Choose the number of nodes of a job: the fewest on which it fits, with the settings that it needs there.
 
     Returns:
@@ -296,7 +280,7 @@ def _config_of(key: str, path: str, config: Planned, ask_hub: bool) -> dict[str,
     raise UserError(f"{key} {path}: there is no such folder, and {places} its config.json{remedy}")
 
 
-def _device_with(request: Request) -> FillIn:
+def _device_with(request: JobRequest) -> FillIn:
     """Return what chooses GPUs where none are seen: who names their memory plans for another machine."""
 
     def fill_in(tree: Mapping[str, Any]) -> dict[str, Any]:

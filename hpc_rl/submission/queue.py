@@ -17,8 +17,7 @@ from hpc_rl.errors import UnclearError, UserError
 from hpc_rl.liveness.signs_of_life import doing
 from hpc_rl.run_dir import SHARED_MODE, SUBMISSION, RunDir, submitting
 from hpc_rl.runs import control
-from hpc_rl.runs.folders import remember
-from hpc_rl.runs.status import ROOT, is_run
+from hpc_rl.runs.folders import ROOT, is_run, remember
 from hpc_rl.slurm import commands
 from hpc_rl.slurm.place import Place, is_single
 from hpc_rl.software import git
@@ -186,7 +185,7 @@ def submit(job: Job, script: str) -> str:
         keeps = not is_new
         try:
             prepare(job, script)
-            queued = queue_after(script, job.after)
+            queued = queue(script, job.after)
             keeps = True
         except UnclearError:
             keeps = True
@@ -217,45 +216,34 @@ class Queued:
     """The cluster that has it."""
 
 
-def queue_after(script: str, after: After | None, options: Sequence[str] = (), place: Place | None = None) -> Queued:
-    """Submit a script whose job waits for others; see `queue`.
-
-    Args:
-        place: as for `queue`. The jobs to wait for have to be in the same cluster.
-
-    Raises:
-        UserError: they are in another one, or sbatch refused.
-    """
-    if after is None:
-        return queue(script, options, place)
-    if place is not None and after.place is not None and place.cluster != after.place.cluster:
-        raise UserError(
-            f"the run is in {_named(place)}, and the jobs of {after.target}, which it waits for, are in "
-            f"{_named(after.place)}: a job can wait for jobs of its own cluster only"
-        )
-    return queue(script, [*options, *after.sbatch_options], place or after.place)
-
-
 def _named(place: Place) -> str:
     return f"cluster {place.cluster}" if place.cluster else "the local cluster"
 
 
-def queue(script: str, options: Sequence[str] = (), place: Place | None = None) -> Queued:
+def queue(script: str, after: After | None = None, options: Sequence[str] = (), place: Place | None = None) -> Queued:
     """Submit a script with sbatch.
 
     Ctrl-C takes effect after sbatch has answered, which has a deadline: an interrupted submission may still have been
     accepted.
 
     Args:
-        place: the cluster that the job has to be in, because its run or the jobs that it waits for are there. None for
-            the one that the script, or else the environment, asks for.
+        after: the jobs that its job waits for.
+        place: the cluster that the job has to be in, because its run is there. None for that of the jobs to wait for,
+            or else the one that the script or the environment asks for.
 
     Raises:
-        UserError: the script asks for other clusters, or sbatch refused.
+        UserError: the script asks for other clusters, the jobs to wait for are in another one, or sbatch refused.
         KeyboardInterrupt: the user pressed Ctrl-C, and the job was cancelled.
     """
     from hpc_rl.submission.executor import ScriptExecutor
 
+    if after is not None:
+        if place is not None and after.place is not None and place.cluster != after.place.cluster:
+            raise UserError(
+                f"the run is in {_named(place)}, and the jobs of {after.target}, which it waits for, are in "
+                f"{_named(after.place)}: a job can wait for jobs of its own cluster only"
+            )
+        options, place = [*options, *after.sbatch_options], place or after.place
     asked = clusters_of(script)
     if place is not None and not place.may_be_in(asked):
         raise UserError(

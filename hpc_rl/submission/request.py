@@ -10,14 +10,14 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from hpc_rl.config.compose import compose, load_config
+from hpc_rl.config.compose import FillIn, compose, load_config
 from hpc_rl.config.job import JobConfig
 from hpc_rl.config.kinds import KINDS
 from hpc_rl.config.references import expanded_path
 from hpc_rl.errors import UserError
 from hpc_rl.run_dir import ENV_RUN_DIR, RunDir
+from hpc_rl.runs.folders import ROOT
 from hpc_rl.runs.models import models_of_runs
-from hpc_rl.runs.status import ROOT
 from hpc_rl.sites.profile import load_profile
 from hpc_rl.slurm.commands import NodeListing
 from hpc_rl.slurm.place import here
@@ -35,7 +35,7 @@ _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]*")
 
 
 @dataclass(frozen=True)
-class Request:
+class JobRequest:
     """A user's request: the arguments of `hpc-rl submit` and `hpc-rl render`, or of `hpc_rl.submit`."""
 
     kind: str
@@ -75,7 +75,7 @@ class Request:
                 trust_group(word.partition("=")[2])
 
 
-def plan(request: Request, taken: frozenset[str] = frozenset(), nodes: NodeListing | None = None) -> Job:
+def plan(request: JobRequest, taken: frozenset[str] = frozenset(), nodes: NodeListing | None = None) -> Job:
     """Plan the job that a request describes: compose its configuration and name it. Changes nothing.
 
     A job without a name gets the first free name of sft-1, sft-2 and so on, so that a dry run shows exactly the script
@@ -100,14 +100,14 @@ def plan(request: Request, taken: frozenset[str] = frozenset(), nodes: NodeListi
     on_test_partition = request.is_test and "slurm.partition" not in request.settings
     models = models_of_runs(may_come=request.after is not None)
     edited = [] if request.is_test else [partial(_edits, request)]
-    fill_in = [models, *edited, *([_choose_test_partition] if on_test_partition else []), devices.fill_in]
+    fill_in: list[FillIn] = [models, *edited, *([_choose_test_partition] if on_test_partition else []), devices.fill_in]
     request.trust_its_group()
     site = load_profile(request.site).values
     config = compose(request.kind, request.overrides, request.settings, site, fill_in, request.typed)
     return job_of(request, config, taken, devices)
 
 
-def job_of(request: Request, config: JobConfig, taken: frozenset[str], devices: Devices) -> Job:
+def job_of(request: JobRequest, config: JobConfig, taken: frozenset[str], devices: Devices) -> Job:
     """Return the job of a request whose configuration is already composed.
 
     Args:
@@ -135,7 +135,7 @@ def job_of(request: Request, config: JobConfig, taken: frozenset[str], devices: 
     )  # fmt: skip
 
 
-def typed_run_dir(request: Request) -> Path | None:
+def typed_run_dir(request: JobRequest) -> Path | None:
     """Return the run directory that the user has chosen, with variables and `~` replaced as in the configuration.
 
     Raises:

@@ -24,21 +24,25 @@ from hpc_rl.system.disk import own_disk
 from hpc_rl.system.ownership import open_own
 
 
-def requeue(run: RunDir) -> str:
-    """Queue the run again, and return a line that describes what was done.
+def requeue(target: RunDir | RunSet) -> str:
+    """Queue a run again, or the runs of a sweep or a pipeline that did not complete. Return lines about what was done.
 
-    A running job saves first. A job that has ended is submitted again with the script in the run directory, and resumes
+    A running job saves first. A job that has ended is submitted again with the script in its run directory, and resumes
     from its last checkpoint.
 
     Raises:
-        UserError: the run was not a Slurm job, it has no script, or its job was submitted without requeueing.
+        UserError: a run was not queued by Slurm, has no script of this user's, or its job was submitted without
+            requeueing; a stage still runs and blocks those after it; or sbatch refused a job. Then no run of a sweep or
+            a pipeline is queued again.
     """
-    run.check_owner()
-    with submitting(run.path):
-        return _requeue(run)
+    RunDir(target.path).check_owner()
+    with submitting(target.path):
+        if isinstance(target, RunDir):
+            return _requeue_run(target)
+        return _requeue_sweep(target) if isinstance(target, SweepDir) else _requeue_pipeline(target)
 
 
-def _requeue(run: RunDir) -> str:
+def _requeue_run(run: RunDir) -> str:
     now = control.settled_status(run)
     if now.state == "COMPLETED":
         return f"run {run.name} has nothing to resume: its state is {now.state}"
@@ -63,7 +67,7 @@ def _requeue(run: RunDir) -> str:
     after = find_after_again([run])
     notes = [*check_again([run]), *edits_told(run)]
     run.stop.unlink(missing_ok=True)
-    queued = queue.queue_after(script, after, place=place_of(run))
+    queued = queue.queue(script, after, place=place_of(run))
     queue.record_again(run, queued)
     queue.record_code([run])
     waits = f" after job {', '.join(after.job_ids)}" if after and after.job_ids else ""
@@ -96,8 +100,16 @@ def _script_of(run: RunDir) -> str:
     """Return the script of a run, whose file of functions is there.
 
     Raises:
-        UserError: somebody else could have written it, or it needs the functions of another version.
+        UserError: somebody else could have written it, it needs the functions of another version, or config.yaml was
+            edited, which the script would overwrite without the edit.
     """
+    run.check_owner()
+    if attempt := run.edited_since():
+        raise UserError(
+            f"{run.config} was edited after {attempt.name}, and a requeued job uses the settings in {run.script.name}: "
+            f"submit the run again with {control.naming_option(run)} and the changed settings as key=value, or undo "
+            f"the edit (cp {attempt / run.config.name} {run.config})"
+        )
     script = _own_script(run.script)
     write_support(script, run.support)
     return script
@@ -119,61 +131,40 @@ def _own_script(path: Path) -> str:
         ) from error
 
 
-def requeue_all(several: RunSet) -> str:
-    """Queue the runs of a sweep or a pipeline that did not complete again. Return a line about what was done.
-
-    Raises:
-        UserError: a run cannot be queued again; see `requeue`.
-    """
-    return requeue_sweep(several) if isinstance(several, SweepDir) else requeue_pipeline(several)
-
-
-def requeue_pipeline(pipeline: RunSet) -> str:
+def _requeue_pipeline(pipeline: RunSet) -> str:
     """Queue the stages from the first that ended without completing again, each after the one before it.
 
     Later stages that still wait are queued anew: Slurm will remove them, because the job that they wait for has failed.
-
-    Returns:
-        a line that describes what was done.
-
-    Raises:
-        UserError: a stage was not queued by Slurm, has no script of this user's, or still runs and blocks those after
-            it; or sbatch refused one. Then no stage is queued again.
     """
-    RunDir(pipeline.path).check_owner()
-    with submitting(pipeline.path):
-        return _requeue_pipeline(pipeline)
-
-
-def _requeue_pipeline(pipeline: RunSet) -> str:
     found = control.settled_statuses(pipeline.runs())
     first = next((k for k, now in enumerate(found) if not now.active and now.state != "COMPLETED"), None)
     if first is None:
         return f"pipeline {pipeline.name} has nothing to resume: {states(found)}"
     before, again = found[:first], [now for now in found[first:] if now.state != "COMPLETED"]
     _refuse_blocked(pipeline, before, again)
+    runs = [run_of(now) for now in again]
     scripts = [_script_of_stage(pipeline, now) for now in again]
-    check_again([run_of(now) for now in again], coming=pipeline.runs())
+    check_again(runs, coming=pipeline.runs())
     after = None if before else find_after_again([run_of(found[0])])
     options = after.sbatch_options if after else afterok([str(now.job_id) for now in before[-1:] if now.active])
     place = place_of(run_of(found[0]))
     waiting = [now for now in again if now.active]
-    recorded = [run_of(now).read_job() for now in again]
+    recorded = [run.read_job() for run in runs]
     submitted: list[str] = []
     try:
-        for now, script in zip(again, scripts, strict=True):
-            run_of(now).stop.unlink(missing_ok=True)
-            queued = queue.queue(script, afterok(submitted[-1:]) or options, place)
+        for run, script in zip(runs, scripts, strict=True):
+            run.stop.unlink(missing_ok=True)
+            queued = queue.queue(script, None, afterok(submitted[-1:]) or options, place)
             submitted.append(queued.job_id)
-            queue.record_again(run_of(now), queued)
+            queue.record_again(run, queued)
         if waiting:
             _remove_from_queue(waiting, place)
     except BaseException as error:
-        control.take_back([(job_id, run_of(again[0])) for job_id in submitted], error)
-        for now, job in zip(again, recorded, strict=True):
-            queue.write_job(run_of(now), job)
+        control.take_back([(job_id, runs[0]) for job_id in submitted], error)
+        for run, job in zip(runs, recorded, strict=True):
+            queue.write_job(run, job)
         raise
-    queue.record_code([run_of(now) for now in again])
+    queue.record_code(runs)
     return (
         f"submitted jobs {submitted[0]} to {submitted[-1]}: {len(again)} of {len(found)} stages of pipeline "
         f"{pipeline.name}, from {again[0].run} on"
@@ -223,22 +214,11 @@ def _script_of_stage(pipeline: RunSet, now: RunStatus) -> str:
             f"stage {run.name} was not queued by Slurm: run the command that started pipeline {pipeline.name} again, "
             f"with --job-name {pipeline.name}"
         )
-    run.check_owner()
     return _script_of(run)
 
 
-def requeue_sweep(sweep: SweepDir) -> str:
-    """Queue the runs that ended without completing again, as one array. Return a line that describes what was done.
-
-    Raises:
-        UserError: the sweep has no script.
-    """
-    RunDir(sweep.path).check_owner()
-    with submitting(sweep.path):
-        return _requeue_sweep(sweep)
-
-
 def _requeue_sweep(sweep: SweepDir) -> str:
+    """Queue the runs that ended without completing again, as one array."""
     found = control.settled_statuses(sweep.runs())
     again = {
         number: now
@@ -250,20 +230,20 @@ def _requeue_sweep(sweep: SweepDir) -> str:
     if not sweep.script.is_file():
         raise UserError(f"sweep {sweep.name} has no {sweep.script.name}: requeue its runs one by one")
     script = _own_script(sweep.script)
-    for now in again.values():  # the array runs these scripts
-        run_of(now).check_owner()
-        _script_of(run_of(now))
-    notes = check_again([run_of(now) for now in again.values()])
-    notes += [line for now in again.values() for line in edits_told(run_of(now))]
+    runs = [run_of(now) for now in again.values()]
+    for run in runs:  # the array runs these scripts
+        _script_of(run)
+    notes = check_again(runs)
+    notes += [line for run in runs for line in edits_told(run)]
     limit = re.search(r"^#SBATCH --array=\S*?(%\d+)$", script, re.MULTILINE)
     after = find_after_again(sweep.runs())
-    for now in again.values():
-        run_of(now).stop.unlink(missing_ok=True)
+    for run in runs:
+        run.stop.unlink(missing_ok=True)
     array = f"--array={','.join(map(str, again))}{limit[1] if limit else ''}"
-    queued = queue.queue_after(script, after, [array], place_of(sweep.run(1)))
-    for number, now in again.items():
-        queue.record_again(run_of(now), queued, number)
-    queue.record_code([run_of(now) for now in again.values()])
+    queued = queue.queue(script, after, [array], place_of(sweep.run(1)))
+    for number, run in zip(again, runs, strict=True):
+        queue.record_again(run, queued, number)
+    queue.record_code(runs)
     before = states(again.values())
     submitted = (
         f"submitted job {queued.job_id}: {len(again)} of {len(found)} runs of sweep {sweep.name} are queued again "

@@ -12,7 +12,7 @@ from hpc_rl.config.kinds import KINDS
 from hpc_rl.config.tree import OF_PLACE, changes, edit_lines, flat, read_options, read_tree
 from hpc_rl.errors import UserError
 from hpc_rl.run_dir import RunDir
-from hpc_rl.runs.control import newest_checkpoint, saved_by
+from hpc_rl.runs.control import saved_by
 from hpc_rl.submission.job import Job
 from hpc_rl.submission.preflight.checks import check
 from hpc_rl.submission.series.after import After, results_of
@@ -51,7 +51,7 @@ def start_of(run: RunDir) -> str:
     row = KINDS.get(str(run.read_job().get("kind")))
     if row is not None and row.trainer is None:
         return "starts again, and resumes if your program can"
-    saved = newest_checkpoint(run) or saved_by(run)
+    saved = saved_by(run)
     return f"resumes from {saved}" if saved else "starts from the beginning: it has no checkpoint"
 
 
@@ -126,7 +126,7 @@ def _changed_data(job: Job) -> Iterator[str]:
     Raises:
         UserError: a file has another size, and the run would resume in the middle of other data.
     """
-    if newest_checkpoint(job.run_dir) is None and saved_by(job.run_dir) is None:
+    if saved_by(job.run_dir) is None:
         return
     before, now = job.run_dir.read_job().get("data"), job.data_state
     for file, (size, written) in now.items():

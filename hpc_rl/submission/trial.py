@@ -12,7 +12,7 @@ import yaml
 from hpc_rl.config.compose import compose
 from hpc_rl.config.tree import flat
 from hpc_rl.run_dir import RunDir
-from hpc_rl.runs.status import ROOT
+from hpc_rl.runs.folders import ROOT
 from hpc_rl.slurm.commands import NoAnswer
 from hpc_rl.submission.executor import refusal
 from hpc_rl.submission.job import Job

@@ -26,7 +26,7 @@ from hpc_rl.run_dir import RunDir
 from hpc_rl.system import entries
 from hpc_rl.system.disk import explained
 from hpc_rl.system.scratch import local_folder, own_scratch
-from hpc_rl.token_cache.entry import Part, Request, Unusable, cannot_read, complete, opened
+from hpc_rl.token_cache.entry import PartWriter, TokenizeRequest, Unusable, cannot_read, complete, opened
 from hpc_rl.training.parallel.distributed import World
 from hpc_rl.training.stopping import Stopped, Stopping
 
@@ -70,7 +70,7 @@ class Team:
 
 
 def open_tokenized(
-    request: Request, root: Path, group: int | None, world: World, stopping: Stopping
+    request: TokenizeRequest, root: Path, group: int | None, world: World, stopping: Stopping
 ) -> tuple[Tokenized[Any], Any]:
     """Return the tokenized data, and the counts of its rows. Every rank calls this.
 
@@ -104,7 +104,7 @@ def open_tokenized(
 
 
 def open_kept(
-    request: Request, root: Path, group: int | None, world: World, stopping: Stopping
+    request: TokenizeRequest, root: Path, group: int | None, world: World, stopping: Stopping
 ) -> tuple[Tokenized[Any], Any]:
     """Return the same as `open_tokenized`, but from files in `root`, and nowhere else.
 
@@ -127,7 +127,6 @@ def folder_of(config: JobConfig, run: RunDir) -> Path:
 
 
 def _sees_all(world: World, root: Path) -> bool:
-    """Return whether all ranks see the same folder."""
     if world.size == 1:
         return True
     name = world.broadcast(f".seen-{secrets.token_hex(8)}" if world.is_main else None)
@@ -165,7 +164,9 @@ def _temporary(world: World, team: Team) -> Iterator[Path]:
         yield Path(world.gather(world.together(create))[team.leader])
 
 
-def _obtained(request: Request, root: Path, team: Team, world: World, stopping: Stopping) -> tuple[Tokenized[Any], Any]:
+def _obtained(
+    request: TokenizeRequest, root: Path, team: Team, world: World, stopping: Stopping
+) -> tuple[Tokenized[Any], Any]:
     """Return the data from an entry, which is written if there is none. See `open_tokenized`."""
     entry = root / request.name
     damage: str | None = None
@@ -184,7 +185,7 @@ def _obtained(request: Request, root: Path, team: Team, world: World, stopping: 
 
 
 def _begun(
-    request: Request, root: Path, damage: str | None, team: Team, world: World, stack: contextlib.ExitStack
+    request: TokenizeRequest, root: Path, damage: str | None, team: Team, world: World, stack: contextlib.ExitStack
 ) -> entries.Building | None:
     """Begin an entry if this rank leads a team that has none, or whose entry is damaged. Every rank calls this.
 
@@ -215,7 +216,12 @@ def _begun(
 
 
 def _write(
-    request: Request, root: Path, building: entries.Building | None, team: Team, world: World, stopping: Stopping
+    request: TokenizeRequest,
+    root: Path,
+    building: entries.Building | None,
+    team: Team,
+    world: World,
+    stopping: Stopping,
 ) -> bool:
     """Tokenize the data into the entries that leaders have begun. Every rank calls this.
 
@@ -234,7 +240,7 @@ def _write(
     if building is not None and _earlier(request, root) and world.is_main:
         print(f"{request.what} {request.source.staleness}: tokenizing again", flush=True)
     folder, place = folders[team.leader], team.part()
-    part = None if folder is None or place is None else Part(request, Path(folder), *place)
+    part = None if folder is None or place is None else PartWriter(request, Path(folder), *place)
     with contextlib.ExitStack() as stack:
         if part is not None:
             stack.callback(part.close)
@@ -246,8 +252,7 @@ def _write(
     return folder is not None
 
 
-def _tokenize(part: Part | None, world: World, stopping: Stopping) -> None:
-    """Write all parts; see `_write`."""
+def _tokenize(part: PartWriter | None, world: World, stopping: Stopping) -> None:
     while True:
         problem = world.together(lambda: None if part is None else part.advance(_ROUND_S))
         heart.beat()
@@ -261,13 +266,9 @@ def _tokenize(part: Part | None, world: World, stopping: Stopping) -> None:
 
 
 def _publish(
-    request: Request, root: Path, building: entries.Building, summaries: Sequence[Mapping[str, Any]]
+    request: TokenizeRequest, root: Path, building: entries.Building, summaries: Sequence[Mapping[str, Any]]
 ) -> str | None:
-    """Complete an entry, and remove those of earlier contents. Return why this is not possible, or None.
-
-    Args:
-        summaries: of the parts.
-    """
+    """Complete an entry, and remove those of earlier contents. Return why this is not possible, or None."""
     try:
         complete(building.folder, request, summaries)
         building.publish()
@@ -279,15 +280,14 @@ def _publish(
     return None
 
 
-def _earlier(request: Request, root: Path) -> list[Path]:
+def _earlier(request: TokenizeRequest, root: Path) -> list[Path]:
     """Return the entries of earlier contents of the same files."""
     return [path for path in root.glob(f"{request.key}-*") if path.name != request.name]
 
 
 def _opened(
-    request: Request, entry: Path, share: tuple[int, int] | None
+    request: TokenizeRequest, entry: Path, share: tuple[int, int] | None
 ) -> tuple[tuple[Tokenized[Any], Any] | None, str | None]:
-    """Return what `opened` returns, or else why it cannot."""
     try:
         return opened(request, entry, share), None
     except Unusable as error:
@@ -310,7 +310,7 @@ def stop(stopping: Stopping, world: World) -> NoReturn:
     """Stop the run. What has been tokenized is lost."""
     if world.broadcast(stopping.is_in_vain()):
         raise AgreedRunError(_IN_VAIN)
-    raise Stopped("stopped before the data was tokenized: submit again to continue")
+    raise Stopped("stopped before the data was tokenized: nothing is saved yet")
 
 
 def forget(key: str, root: Path, world: World) -> None:

@@ -32,7 +32,7 @@ class Unusable(Exception):
     """The files of an entry are missing or damaged, for the reason in the message."""
 
 
-class Source(ABC):
+class RowSource(ABC):
     """Rows that are needed in tokenized form."""
 
     files: Sequence[str]
@@ -53,7 +53,7 @@ class Source(ABC):
 
 
 @dataclass(frozen=True)
-class Files(Source):
+class Files(RowSource):
     """The rows of data files, or of data sets that `datasets` has stored."""
 
     files: Sequence[str]
@@ -64,11 +64,9 @@ class Files(Source):
     """Columns of the files that are needed; empty: all."""
 
     def blocks(self, part: int, parts: int) -> Iterator[list[tuple[Row, str]]]:
-        """See `Source.blocks`."""
         return blocks(self.files, self.split, part, parts, self.columns)
 
     def refuse_changed(self) -> None:
-        """See `Source.refuse_changed`."""
         if state_of(self.files) != self.state:
             raise UserError(
                 f"{', '.join(self.files)}: changed while it was read; start the run again when the data is complete"
@@ -76,10 +74,10 @@ class Files(Source):
 
 
 @dataclass(frozen=True)
-class Request:
+class TokenizeRequest:
     """Data that is needed in tokenized form."""
 
-    source: Source
+    source: RowSource
     tokenize: Tokenize
     form: Form[Any]
     key: str
@@ -98,10 +96,10 @@ class Request:
         return f"tokenized data of {', '.join(self.source.files)}"
 
 
-class Part:
+class PartWriter:
     """What one rank writes of an entry: the blocks of rows whose numbers are part, part + parts, ..."""
 
-    def __init__(self, request: Request, folder: Path, part: int, parts: int) -> None:
+    def __init__(self, request: TokenizeRequest, folder: Path, part: int, parts: int) -> None:
         self.is_done = False
         self._path = folder / f"part-{part:02d}-of-{parts:02d}.arrow"
         self._request = request
@@ -166,7 +164,7 @@ class Part:
         self.is_done = True
 
 
-def complete(folder: Path, request: Request, summaries: Sequence[Mapping[str, Any]]) -> None:
+def complete(folder: Path, request: TokenizeRequest, summaries: Sequence[Mapping[str, Any]]) -> None:
     """Write what describes the parts, and force all of it to the disk.
 
     Args:
@@ -188,7 +186,7 @@ def complete(folder: Path, request: Request, summaries: Sequence[Mapping[str, An
     checksums.write(folder, {**sums, DESCRIPTION: checksums.of_file(folder / DESCRIPTION)})
 
 
-def opened(request: Request, entry: Path, share: tuple[int, int] | None) -> tuple[Tokenized[Any], Any]:
+def opened(request: TokenizeRequest, entry: Path, share: tuple[int, int] | None) -> tuple[Tokenized[Any], Any]:
     """Open the files of an entry. They are kept while the data is used.
 
     Args:
@@ -220,7 +218,7 @@ def opened(request: Request, entry: Path, share: tuple[int, int] | None) -> tupl
         return tokenized, counts
 
 
-def cannot_read(request: Request, entry: Path, reason: str) -> str:
+def cannot_read(request: TokenizeRequest, entry: Path, reason: str) -> str:
     """Return the message about an entry that is of no use."""
     return f"{request.what} in {entry} cannot be read ({reason}): delete this folder if it exists, and start again"
 

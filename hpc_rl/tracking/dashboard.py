@@ -49,7 +49,7 @@ _STYLES = {"done": "green", "failed": "red", "": "yellow"}
 
 
 @dataclass(frozen=True)
-class Snapshot:
+class RunSnapshot:
     """The visible state of a run at one moment."""
 
     name: str
@@ -69,7 +69,7 @@ class Snapshot:
     """Why the run failed; empty for a run that has not."""
 
 
-def screen(now: Snapshot, width: int, height: int) -> RenderableType:
+def screen(now: RunSnapshot, width: int, height: int) -> RenderableType:
     """Lay a snapshot out in so many columns and lines; the log takes the remaining lines."""
     colour = "cyan" if now.state == "RUNNING" else _STYLES[tone(now.state)]
     head = Text.assemble((now.name, "bold"), "  ", (now.state, f"bold {colour}"))
@@ -119,7 +119,7 @@ def printable(text: str) -> str:
     return "".join(c if c.isprintable() else " " for c in shown(text).expandtabs())
 
 
-def _progress(now: Snapshot, width: int) -> RenderableType:
+def _progress(now: RunSnapshot, width: int) -> RenderableType:
     if not now.records:
         return Text(now.phase or "no step completed", style="yellow")
     last = now.records[-1]
@@ -165,7 +165,6 @@ def _nodes(nodes: Sequence[NodeUsage], hidden: int, width: int) -> Table:
 
 
 def _timeline(timeline: Timeline, width: int) -> Table:
-    """Draw when each part of a step ran."""
     grid = Table.grid(padding=(0, 2))
     bar = max(10, min(60, width - 30))
     grid.add_row(Text(f"step {timeline.step:,}", style="dim"), Text(f"0{timeline.length:>{bar - 1}}", style="dim"))

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+
+from pydantic import TypeAdapter, ValidationError
 
 from hpc_rl.run_dir import RunDir
 
@@ -24,7 +25,7 @@ class Expected:
     training_gb: float
     """The most memory of the training processes, without an engine in other processes: what a run records. 0 if the job
     trains nothing."""
-    less: Sequence[str]
+    less: list[str]
     """Settings, as key=value, with which the peak is clearly lower; empty if there are none."""
     gpu: str = ""
     """The kind of GPUs; runs on the same kind can be compared."""
@@ -36,10 +37,6 @@ class Expected:
     """Samples or responses of a step."""
     step_s: Sequence[float] = ()
     """The shortest and the longest time of a step in seconds; empty if no speed is known."""
-
-    def as_dict(self) -> dict[str, Any]:
-        """Return the form that job.json has."""
-        return {name: getattr(self, name) for name in self.__dataclass_fields__}
 
     def beside(self, recorded_gb: float) -> str:
         """Return plan and recorded peak in a sentence, for a run that ended for lack of memory.
@@ -58,21 +55,10 @@ class Expected:
 
 def read_expected(run: RunDir) -> Expected | None:
     """Return what the plan of a run expected; None if there was none, or job.json has another form."""
-    found = run.read_job().get(KEY)
-    if not isinstance(found, Mapping):
-        return None
     try:
-        return Expected(
-            str(found["phase"]),
-            float(found["peak_gb"]),
-            float(found["usable_gb"]),
-            float(found["training_gb"]),
-            [str(word) for word in found["less"]],
-            str(found.get("gpu", "")),
-            int(found.get("gpus", 0)),
-            int(found.get("parameters", 0)),
-            int(found.get("items", 0)),
-            tuple(float(seconds) for seconds in found.get("step_s", ())),
-        )
-    except (KeyError, OverflowError, TypeError, ValueError):
+        return _EXPECTED.validate_python(run.read_job().get(KEY))
+    except ValidationError:
         return None
+
+
+_EXPECTED = TypeAdapter(Expected)

@@ -6,10 +6,10 @@ Keys of a line: `step`, `split` ("train" or "val"), `prompt`, `response`, `answe
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from itertools import groupby
+from itertools import groupby, islice
 from pathlib import Path
 
 from hpc_rl.formats.typed_json import is_count, is_number, object_of
@@ -83,7 +83,8 @@ def chosen_responses(groups: Sequence[int], scores: Sequence[float | None]) -> l
         return -math.inf if score is None else score
 
     chosen: list[int] = []
-    for _, indices in list(_grouped(groups))[:_RECORDED_PROMPTS]:
+    for _, same in islice(groupby(range(len(groups)), key=groups.__getitem__), _RECORDED_PROMPTS):
+        indices = list(same)
         best = max(indices, key=value)
         worst = min(indices, key=value)
         chosen += [best] if scores[best] == scores[worst] else [best, worst]
@@ -163,11 +164,6 @@ def _training_excerpts(samples: Sequence[TextSample]) -> list[Excerpt]:
         rows = [_row(f"{step:,}", sample) for sample in same]
         excerpts.append(Excerpt(cut(prompt), cut(same[0].answer), "Step", rows))
     return excerpts
-
-
-def _grouped(groups: Sequence[int]) -> Iterator[tuple[int, list[int]]]:
-    for group, indices in groupby(range(len(groups)), key=lambda index: groups[index]):
-        yield group, list(indices)
 
 
 def _over_time(samples: Sequence[TextSample]) -> list[tuple[str, str, str]]:

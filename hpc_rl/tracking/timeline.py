@@ -70,7 +70,7 @@ class Timeline:
 
 
 @dataclass(frozen=True)
-class Row:
+class PhaseRow:
     """A phase, as report and `watch` show it."""
 
     name: str
@@ -126,11 +126,11 @@ def read_timeline(path: Path, last_step: float) -> Timeline | None:
         return None
 
 
-def rows(timeline: Timeline) -> list[Row]:
+def rows(timeline: Timeline) -> list[PhaseRow]:
     """Return the phases as report and `watch` show them."""
     scale = 100 / max(timeline.seconds, 1e-3)
     return [
-        Row(
+        PhaseRow(
             *PHASES[phase],
             [(round(start * scale, 2), round((end - start) * scale, 2)) for start, end in spans],
             number(round(sum(end - start for start, end in spans), 2)),
@@ -161,7 +161,6 @@ def cells(spans: Iterable[Span], seconds: float, width: int) -> list[bool]:
 
 
 def _within(spans: Iterable[Span], seconds: float) -> list[Span]:
-    """Cut off what is outside of the step."""
     cut = [(max(0.0, start), min(seconds, end)) for start, end in spans]
     return [(start, end) for start, end in cut if start < end]
 

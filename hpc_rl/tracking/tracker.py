@@ -7,10 +7,11 @@ import json
 import time
 from collections.abc import Mapping, Sequence
 from types import TracebackType
-from typing import Any, Protocol, Self
+from typing import Any, Self
 
-from hpc_rl.config.job import CacheConfig
-from hpc_rl.config.training.common import RecordedConfig
+from hpc_rl.config.rl.generate import GenerateConfig
+from hpc_rl.config.rl.ppo import PpoConfig
+from hpc_rl.config.training.finetune import FinetuneConfig
 from hpc_rl.errors import RunError
 from hpc_rl.run_dir import RunDir
 from hpc_rl.system.files import LineFile
@@ -23,30 +24,8 @@ _CONSOLE_EVERY_S = 1.0
 """At most one step is shown on the console in this time. The next line names those that were left out."""
 
 
-class RecordedJob(Protocol):
-    """A configuration with options of what is recorded (SftConfig, PpoConfig, GenerateConfig)."""
-
-    @property
-    def trainer(self) -> RecordedConfig: ...
-    @property
-    def cache(self) -> CacheConfig: ...
-    def model_dump(self, *, mode: str) -> dict[str, Any]: ...
-
-
-def open_tracker(config: RecordedJob, run: RunDir, wandb_id: str | None, is_main: bool) -> Tracker:
-    """Open the tracker that a run's configuration selects; see Tracker."""
-    trainer = config.trainer
-    return Tracker(
-        run,
-        config.model_dump(mode="json"),
-        loggers=trainer.logger,
-        project=trainer.project_name,
-        name=trainer.experiment_name or run.name,
-        wandb_mode=trainer.wandb_mode or ("offline" if config.cache.offline else "online"),
-        wandb_proxy=trainer.wandb_proxy,
-        wandb_id=wandb_id,
-        is_main=is_main,
-    )
+RecordedJob = FinetuneConfig | PpoConfig | GenerateConfig
+"""Configurations with options of what is recorded."""
 
 
 class Tracker:
@@ -57,11 +36,6 @@ class Tracker:
     otherwise show the run as still running.
 
     Args:
-        config: the resolved configuration, shown in wandb.
-        loggers: "console" and "wandb", either, both or none.
-        name: the run's name in wandb.
-        wandb_mode: "online" or "offline".
-        wandb_proxy: HTTP proxy that only wandb uses.
         wandb_id: id of the wandb run to resume; None for a new one.
         is_main: whether this process writes.
 
@@ -69,32 +43,27 @@ class Tracker:
         UserError: wandb is selected but not installed.
     """
 
-    def __init__(
-        self,
-        run_dir: RunDir,
-        config: Mapping[str, Any],
-        *,
-        loggers: Sequence[str],
-        project: str,
-        name: str,
-        wandb_mode: str,
-        wandb_proxy: str | None,
-        wandb_id: str | None,
-        is_main: bool,
-    ) -> None:
+    def __init__(self, config: RecordedJob, run: RunDir, wandb_id: str | None, is_main: bool) -> None:
+        trainer = config.trainer
         self._wandb_id = wandb_id
-        self._samples = LineFile(run_dir.samples) if is_main else None
-        self._timeline = run_dir.timeline
-        self._console = "console" in loggers
-        self._file = MetricsFile(run_dir.metrics) if is_main else None
+        self._samples = LineFile(run.samples) if is_main else None
+        self._timeline = run.timeline
+        self._console = "console" in trainer.logger
+        self._file = MetricsFile(run.metrics) if is_main else None
         self._wandb: WandbRun | None = None
         self._first: tuple[int, float] | None = None
         self._last_line = float("-inf")
         self._step: int | None = None
         self._left_out: list[int] = []
-        if is_main and "wandb" in loggers:
+        if is_main and "wandb" in trainer.logger:
             self._wandb = WandbRun(
-                run_dir, config, project=project, name=name, mode=wandb_mode, proxy=wandb_proxy, run_id=wandb_id
+                run,
+                config.model_dump(mode="json"),
+                project=trainer.project_name,
+                name=trainer.experiment_name or run.name,
+                mode=trainer.wandb_mode or ("offline" if config.cache.offline else "online"),
+                proxy=trainer.wandb_proxy,
+                run_id=wandb_id,
             )
             self._wandb_id = self._wandb.id
 

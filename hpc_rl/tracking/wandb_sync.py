@@ -89,7 +89,6 @@ def is_uploaded(file: Path) -> bool:
 
 
 def _mark(file: Path) -> Path:
-    """Return the file that marks an upload for wandb."""
     return file.with_name(file.name + ".synced")
 
 
@@ -109,7 +108,6 @@ def _job_settings(run: RunDir) -> tuple[str | None, str | None]:
 
 
 def _run(command: Sequence[str], environ: Mapping[str, str]) -> list[str]:
-    """Run a command and return the lines that it printed."""
     try:
         done = subprocess.run(
             command,

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,6 +10,7 @@ from typing import Any
 import pytest
 
 from hpc_rl.cli import completion
+from tests.helpers import hpc_rl
 
 
 def words(kind: str, incomplete: str, *before: str) -> list[str]:
@@ -70,11 +69,7 @@ def test_site_profiles_are_suggested_by_name() -> None:
 
 
 def shell(**environ: str) -> str:
-    done = subprocess.run(
-        [sys.executable, "-m", "hpc_rl.cli"], env={**os.environ, **environ}, capture_output=True, text=True,
-        timeout=600, check=False,
-    )  # fmt: skip
-    return done.stdout
+    return hpc_rl(environ={**os.environ, **environ}).stdout
 
 
 def test_bash_completes_a_value() -> None:

@@ -70,11 +70,6 @@ def test_any_text_of_an_environment_variable_arrives_intact(text: str) -> None:
     assert sft(f"slurm.env.X={text}").slurm.env == {"X": text}
 
 
-def test_one_file_or_many() -> None:
-    assert sft().data.train_files == ["train.jsonl"]
-    assert sft("data.train_files=[a.jsonl,b.jsonl]").data.train_files == ["a.jsonl", "b.jsonl"]
-
-
 def test_all_errors_are_reported_at_once_with_dotted_keys() -> None:
     lines = error_of("trainer.total_epoch=3", "optim.lr=fast", "trainer.nnodes=0").splitlines()
     assert sorted(line.partition(":")[0] for line in lines) == [

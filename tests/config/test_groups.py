@@ -39,11 +39,12 @@ def test_the_recipe_for_a_number_of_nodes() -> None:
     assert [groups.recipe_for(nodes) for nodes in (1, 2, 3, 4)] == ["gsm8k-1node", "gsm8k-2nodes", None, "gsm8k-4nodes"]
 
 
-def test_a_cycle_is_found_through_several_files(project: Path) -> None:
-    assert groups.find_cycle() == []
+def test_a_cycle_through_several_files_is_named(project: Path) -> None:
     (project / "recipe" / "a.yaml").write_text("defaults: [{/model: b}, _self_]\n")
     (project / "model" / "b.yaml").write_text("defaults: [../recipe/c, /recipe/a]\n")
-    assert groups.find_cycle() == ["model/b", "recipe/a", "model/b"]
+    (project / "recipe" / "c.yaml").write_text("{}\n")
+    with pytest.raises(UserError, match=r"one of recipe/a\.yaml, model/b\.yaml.* leads back to itself; correct its"):
+        compose("ppo", ["recipe=a", *REQUIRED])
 
 
 @pytest.mark.parametrize(

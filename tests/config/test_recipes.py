@@ -106,7 +106,7 @@ def test_a_recipe_of_ones_own_builds_on_a_shipped_one(tmp_path: Path, monkeypatc
 
 
 def test_every_metric_of_the_loop_is_documented() -> None:
-    sources = [path.read_text() for path in (ROOT / "hpc_rl" / "rl").glob("*.py")]
+    sources = [path.read_text() for path in (ROOT / "hpc_rl" / "rl").rglob("*.py")]
     groups = "actor|critic|environment|perf|val|training|response_length|prompt_length"
     metrics = {name for text in sources for name in re.findall(rf'"((?:{groups})/[\w/]+)"', text)}
     metrics |= {f"timing_s/{name}" for text in sources for name in re.findall(r'clock\("(\w+)"\)', text)}

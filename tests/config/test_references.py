@@ -12,7 +12,7 @@ from hpc_rl.config.kinds import KINDS
 from hpc_rl.config.references import expanded, expanded_path
 from hpc_rl.errors import UserError
 from hpc_rl.run_dir import RunDir
-from hpc_rl.submission.request import Request, typed_run_dir
+from hpc_rl.submission.request import JobRequest, typed_run_dir
 
 
 @pytest.fixture(autouse=True)
@@ -138,10 +138,10 @@ def test_what_is_shown_is_what_a_job_gets() -> None:
 
 
 def test_run_directories(tmp_path: Path) -> None:
-    assert typed_run_dir(Request("sft")) is None
-    assert typed_run_dir(Request("sft", run_dir=Path("~/$SCRATCH"))) == Path("/home/me/scratch/me")
+    assert typed_run_dir(JobRequest("sft")) is None
+    assert typed_run_dir(JobRequest("sft", run_dir=Path("~/$SCRATCH"))) == Path("/home/me/scratch/me")
     with pytest.raises(UserError, match=r"--run-dir: \$NOWHERE is not set"):
-        typed_run_dir(Request("sft", run_dir=Path("$NOWHERE/x")))
+        typed_run_dir(JobRequest("sft", run_dir=Path("$NOWHERE/x")))
     assert expanded_path("~/x", {}) == "/home/me/x"
     with pytest.raises(ValueError, match="no such home folder"):
         expanded_path("~nobody-of-this-name/x")

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from itertools import islice
-
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from hpc_rl.data.mixture import Mixture
-from hpc_rl.data.order import Position, batches, epoch_order
+from hpc_rl.data.order import epoch_order
 from hpc_rl.data.reading.shares import describe, shares, whole_batches
 from hpc_rl.errors import UserError
 
@@ -92,13 +90,3 @@ def test_files_and_passes_are_shuffled_differently() -> None:
         drawn = mixture.order(8, epoch, True)[place]
         found += [tuple(drawn[:30]), tuple(drawn[30:] - 30)]
     assert len(set(found)) == 4 and all(sorted(one) == list(range(30)) for one in found)
-
-
-@given(st.integers(1, 40), st.integers(1, 20))
-def test_resuming_a_mixture(size: int, stop: int) -> None:
-    whole = list(islice(batches(30, size, seed=3, shuffle=True, mixture=MIXTURE), stop + 5))
-    rest = islice(batches(30, size, seed=3, shuffle=True, start=whole[stop - 1][1], mixture=MIXTURE), 5)
-    for (expected, position), (batch, resumed) in zip(whole[stop:], rest, strict=True):
-        assert position == resumed
-        np.testing.assert_array_equal(expected, batch)
-    assert next(batches(30, 30, seed=3, shuffle=True, mixture=MIXTURE))[1] == Position(1, 0)

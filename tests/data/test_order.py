@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from hpc_rl.data.mixture import Mixture
 from hpc_rl.data.order import Position, batches, epoch_order, steps_per_epoch
 
 sizes = st.integers(1, 40)
@@ -22,13 +23,15 @@ def test_every_sample_once_per_epoch(n: int, size: int, shuffle: bool, seed: int
     assert two_epochs[steps - 1][1] == Position(1, 0)
 
 
-@given(sizes, sizes, st.integers(1, 60))
-def test_going_on_from_a_saved_position(n: int, size: int, stop: int) -> None:
-    whole = list(islice(batches(n, size, seed=3, shuffle=True), stop + 5))
-    rest = islice(batches(n, size, seed=3, shuffle=True, start=whole[stop - 1][1]), 5)
+@given(sizes, sizes, st.integers(1, 60), st.sampled_from([None, Mixture((3, 20, 7), (12, 8, 10))]))
+def test_going_on_from_a_saved_position(n: int, size: int, stop: int, mixture: Mixture | None) -> None:
+    n = n if mixture is None else 30
+    whole = list(islice(batches(n, size, seed=3, shuffle=True, mixture=mixture), stop + 5))
+    rest = islice(batches(n, size, seed=3, shuffle=True, start=whole[stop - 1][1], mixture=mixture), 5)
     for (expected, position), (batch, resumed) in zip(whole[stop:], rest, strict=True):
         assert position == resumed
         np.testing.assert_array_equal(expected, batch)
+    assert next(batches(n, n, seed=3, shuffle=True, mixture=mixture))[1] == Position(1, 0)
 
 
 def test_orders_differ_by_epoch_and_seed() -> None:

@@ -10,7 +10,6 @@ from transformers import PreTrainedTokenizerFast
 
 from hpc_rl.config.rl.prompts import PromptDataConfig
 from hpc_rl.data.prompts import Prompt, PromptCounts, prompt_tokenizer
-from hpc_rl.data.reading.formats import CannotCheck
 from hpc_rl.data.reading.row_checks import check_file
 from hpc_rl.data.reading.sources import all_rows
 from hpc_rl.errors import UserError
@@ -94,15 +93,6 @@ def test_a_bad_row_is_named(
             call()
         assert all(part in str(caught.value) for part in [*parts, "rows.jsonl, row 2"]), str(caught.value)
         assert "\n" not in str(caught.value)
-
-
-def test_what_a_login_node_checks(tmp_path: Path) -> None:
-    file = rows_file(tmp_path, *[{"messages": "7?", "answer": "7"}] * 5)
-    assert check_file(file, DATA) == 5 and check_file(file, DATA, max_rows=2) == 2
-    with pytest.raises(CannotCheck):
-        check_file("openai/gsm8k:main", DATA)
-    with pytest.raises(UserError, match="empty"):
-        check_file(rows_file(tmp_path), DATA)
 
 
 def test_templates(tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from pyarrow import parquet
 from hpc_rl.config.training.preferences import PreferenceDataConfig
 from hpc_rl.data.reading.formats import read_rows
 from hpc_rl.data.reading.preference_rows import PairRow, to_preference
-from hpc_rl.data.selection import Counts, select
+from hpc_rl.data.selection import SelectionCounts, select
 from hpc_rl.errors import UserError
 
 scores = st.one_of(st.none(), st.sampled_from([-1.0, 0.0, 0.5, 1.0]))
@@ -52,7 +52,7 @@ def test_best_of_n_as_chats(tmp_path: Path) -> None:
             {"messages": [{"role": "user", "content": "p0"}, {"role": "assistant", "content": "r0-1"}], "score": 0.5},
         ][:1]
     )
-    assert counts == Counts(prompts=2, responses=5, failed=1, unscored=1, rows=1)
+    assert counts == SelectionCounts(prompts=2, responses=5, failed=1, unscored=1, rows=1)
 
 
 def test_pairs_leave_out_equal_scores(tmp_path: Path) -> None:

@@ -114,14 +114,6 @@ def test_the_parts_make_up_the_whole(
         np.testing.assert_array_equal(sample.input_ids, found.input_ids)
 
 
-def test_a_datasets_folder_takes_the_split(
-    tokenizer: PreTrainedTokenizerFast, data: DataConfig, tmp_path: Path
-) -> None:
-    rows_file(tmp_path, [chat("a", "b")] * 3, "train.json")
-    rows_file(tmp_path, [chat("a", "b")] * 2, "test.json")
-    assert [len(tokenize([str(tmp_path)], data, tokenizer, s)[0]) for s in ("train", "test")] == [3, 2]
-
-
 def test_no_template(tokenizer: PreTrainedTokenizerFast, data: DataConfig, tmp_path: Path) -> None:
     tokenizer.chat_template = None
     with pytest.raises(UserError, match=r"data\.chat_template"):

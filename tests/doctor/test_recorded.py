@@ -8,16 +8,14 @@ recording of a real run that failed in the same part.
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from hpc_rl.doctor.diagnosis import NOTHING, explain_file, explain_run
-from hpc_rl.doctor.known_failures import KNOWN_FAILURES
 from tests.doctor.record import CASES
 from tests.doctor.recordings import JOB_LOG, RECORDED, read
+from tests.helpers import hpc_rl
 
 GOOD = ("good-sft", "good-ppo", "good-torchrun", "good-ray", "good-doctor")
 
@@ -219,24 +217,16 @@ def test_the_true_cause_comes_first_in_the_noise_of_another_run(name: str, tmp_p
     assert found[0].failure.title == title, [finding.failure.title for finding in found]
 
 
-def test_every_failure_of_the_tests_is_in_the_table() -> None:
-    titles = {title for title, _ in RUNS.values()} | {title for *_, title in INJECTED.values()}
-    assert titles <= {failure.title for failure in KNOWN_FAILURES}
-    assert len(RUNS) >= 30
-
-
-def hpc_rl(folder: Path, *arguments: str) -> str:
-    command = [sys.executable, "-m", "hpc_rl.cli", *arguments]
-    return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=600, check=True).stdout
-
-
 def test_the_commands_show_the_jobs_own_message_first(tmp_path: Path) -> None:
     read("ppo-killed-worker").unpack(tmp_path / "runs" / "first")
     for command in ("status", "explain"):
-        shown = hpc_rl(tmp_path, command, "first").splitlines()
+        shown = hpc_rl(command, "first", folder=tmp_path, check=True).stdout.splitlines()
         assert re.match(r"hpc-rl: rank [01] of pool global_pool on node node1", shown[0])  # both were killed
         assert shown[1].startswith("hpc-rl: the driver failed with exit code 1")
         assert shown[2:4] == ["", "A process was killed"]
     read("good-ppo").unpack(tmp_path / "runs" / "second")
-    assert hpc_rl(tmp_path, "explain", "second") == "run second has not failed: its state is COMPLETED\n"
-    assert hpc_rl(tmp_path, "status", "second").startswith("run ")
+    assert (
+        hpc_rl("explain", "second", folder=tmp_path, check=True).stdout
+        == "run second has not failed: its state is COMPLETED\n"
+    )
+    assert hpc_rl("status", "second", folder=tmp_path, check=True).stdout.startswith("run ")

@@ -1,8 +1,6 @@
 """The lines and the report of the training checks, and their place in the site profile."""
 
 import json
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -20,6 +18,7 @@ from hpc_rl.sites.profile import read as read_profile
 from hpc_rl.sites.record import split, with_record, write_record
 from hpc_rl.submission.script.render import render
 from tests.doctor.test_doctor import GOOD
+from tests.helpers import hpc_rl
 
 HOME = Path("/home/somebody")
 PLANNED = Line("packing", "torchrun", "planned", "packed samples differ", "trainer.packing=false")
@@ -143,8 +142,7 @@ def test_the_job_runs_the_training_checks_and_has_more_time(tmp_path: Path, monk
 
 
 def test_train_needs_nodes(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "hpc_rl.cli", "doctor", "--train"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=600, check=False)
+    done = hpc_rl("doctor", "--train", folder=tmp_path)
     assert done.returncode == 2 and "add --on-nodes N" in done.stderr
 
 

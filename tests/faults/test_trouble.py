@@ -15,7 +15,7 @@ from typing import Literal
 import pytest
 
 from hpc_rl.run_dir import RunDir
-from hpc_rl.runs.control import newest_checkpoint
+from hpc_rl.runs.control import saved_by
 from tests.conftest import sandbox_cluster
 from tests.e2e.workspace import QUICK, Workspace
 from tests.faults.jobs import SMALL_PPO, left_behind, measured, steps_lost, workspace_on
@@ -196,7 +196,7 @@ def test_a_second_signal_during_a_save(place: Place, observed: Callable[[Outcome
     workspace.ok(*command, "trainer.save_freq=1", *pause_in(workspace, function, mark=mark, until="go"))
     run = workspace.folder / "runs" / "impatient"
     workspace.wait_until(lambda: (run / "paused").exists(), "a save after the first one")
-    saved = newest_checkpoint(RunDir(run))
+    saved = saved_by(RunDir(run))
     job, signals = str(workspace.status("impatient")["job_id"]), 0
 
     def has_ended() -> bool:  # signals that come close together are one
@@ -208,7 +208,7 @@ def test_a_second_signal_during_a_save(place: Place, observed: Callable[[Outcome
     workspace.wait_until(has_ended, "the end")
     assert workspace.status("impatient")["state"] == "FAILED" and signals > 1, workspace.ok("logs", "impatient")
     left = left_behind(cluster, run)
-    kept = newest_checkpoint(RunDir(run))
+    kept = saved_by(RunDir(run))
     assert saved is not None and kept is not None and kept >= saved
     workspace.ok("runs", "--verify", "impatient")
     workspace.ok(*command, "--wait")

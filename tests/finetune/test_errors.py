@@ -16,7 +16,7 @@ from hpc_rl.finetune import trainer
 from hpc_rl.finetune.sft import Sft
 from hpc_rl.run_dir import RunDir
 from hpc_rl.tracking.page import report
-from hpc_rl.tracking.tracker import Tracker, open_tracker
+from hpc_rl.tracking.tracker import Tracker
 from hpc_rl.training import guards
 from tests.finetune.jobs import run_here, run_job, spawn
 
@@ -95,7 +95,7 @@ def test_a_failure_is_reported_before_the_tracker_ends(
 
     events: list[str] = []
     config: Any = compose("sft", sft_config)
-    state = SimpleNamespace(saver=nullcontext(), tracker=open_tracker(config, RunDir(tmp_path), None, is_main=True))
+    state = SimpleNamespace(saver=nullcontext(), tracker=Tracker(config, RunDir(tmp_path), None, is_main=True))
     (tmp_path / "metrics.jsonl").touch()
     monkeypatch.setattr(trainer, "load", lambda *_: state)
     monkeypatch.setattr(trainer, "loop", fails)

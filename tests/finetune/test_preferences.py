@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 from hpc_rl.config.compose import compose
 from hpc_rl.config.training.finetune import FinetuneConfig
-from hpc_rl.data.lazy import Rows, sizes_of
+from hpc_rl.data.lazy import LazyRows, sizes_of
 from hpc_rl.data.order import batches
 from hpc_rl.data.pairs import Preference
 from hpc_rl.data.sft_dataset import Sample
@@ -467,7 +467,7 @@ def test_the_baseline_of_kto_gives_signs_of_life(folder: Path, tmp_path: Path, m
     assert len(beats) == 3
 
 
-class Recorded(Rows[Any]):
+class Recorded(LazyRows[Any]):
     """Items, with the indices that are read."""
 
     def __init__(self, items: Sequence[Any], read: list[int]) -> None:

@@ -16,8 +16,8 @@ import pytest
 from hpc_rl import __version__
 from hpc_rl.errors import UserError
 from hpc_rl.images import build
-from hpc_rl.images.build import Order, file_sha256, make
-from hpc_rl.images.definition import Builder, Source, build_argv, cause_of_failure, definition_args, parse_source
+from hpc_rl.images.build import ImageOrder, file_sha256, make
+from hpc_rl.images.definition import Builder, ImageSource, build_argv, cause_of_failure, definition_args, parse_source
 from hpc_rl.images.wheel import pack_wheel
 from tests.fake_apptainer import FakeApptainer, sif_bytes
 
@@ -28,12 +28,12 @@ PINNED = "registry.example.org/group/image@sha256:" + "ab" * 32
 @pytest.mark.parametrize(
     ("text", "source", "moving"),
     [
-        ("docker://python:3.12", Source("docker", "python:3.12"), True),
-        (f"docker://{PINNED}", Source("docker", PINNED), False),
-        ("docker-daemon:mine:latest", Source("docker-daemon", "mine:latest"), True),
+        ("docker://python:3.12", ImageSource("docker", "python:3.12"), True),
+        (f"docker://{PINNED}", ImageSource("docker", PINNED), False),
+        ("docker-daemon:mine:latest", ImageSource("docker-daemon", "mine:latest"), True),
     ],
 )
-def test_sources_elsewhere(text: str, source: Source, moving: bool) -> None:
+def test_sources_elsewhere(text: str, source: ImageSource, moving: bool) -> None:
     assert (parse_source(text), source.is_moving, source.uri) == (source, moving, text)
 
 
@@ -41,9 +41,9 @@ def test_sources_that_are_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.chdir(tmp_path)
     for name in ("a.tar", "x.sif"):
         (tmp_path / name).write_bytes(b"1234")
-    assert parse_source("docker-archive:a.tar:mine") == Source("docker-archive", f"{tmp_path}/a.tar:mine")
+    assert parse_source("docker-archive:a.tar:mine") == ImageSource("docker-archive", f"{tmp_path}/a.tar:mine")
     assert parse_source("docker-archive:a.tar:mine").file == tmp_path / "a.tar"
-    assert parse_source("x.sif") == Source("localimage", f"{tmp_path}/x.sif")
+    assert parse_source("x.sif") == ImageSource("localimage", f"{tmp_path}/x.sif")
     assert not parse_source("x.sif").is_moving
 
 
@@ -77,14 +77,16 @@ def test_the_command_is_this() -> None:
 
 
 def test_variables_of_the_definition() -> None:
-    found = definition_args(Source("docker", "python:3.12"), Path("/w/x.whl"), None, ["extras=", "pip=--index-url=a=b"])
+    found = definition_args(
+        ImageSource("docker", "python:3.12"), Path("/w/x.whl"), None, ["extras=", "pip=--index-url=a=b"]
+    )
     assert found == {
         **{"bootstrap": "docker", "from": "python:3.12", "wheel": "/w/x.whl"},
         **{"source": "docker://python:3.12", "digest": "unknown", "extras": "", "pip": "--index-url=a=b"},
     }
     for word, said in (("extras", "write KEY=VALUE"), ("pip=--index-url=https://me:pw@host/", "contains a password")):
         with pytest.raises(UserError, match=said):
-            definition_args(Source("docker", "x"), Path("x.whl"), None, [word])
+            definition_args(ImageSource("docker", "x"), Path("x.whl"), None, [word])
 
 
 @pytest.mark.parametrize(
@@ -238,5 +240,5 @@ def test_what_cannot_be_built_is_refused_at_once(bench: Bench, monkeypatch: pyte
     monkeypatch.setenv("TMPDIR", str(bench.work))
     monkeypatch.setattr(build.shutil, "disk_usage", lambda _path: SimpleNamespace(free=5))
     with pytest.raises(UserError, match=r"has 5 bytes free, and building from .* may take 28: set TMPDIR"):
-        make(Order(parse_source(f"docker-archive:{bench.tmp}/a.tar"), bench.out / "x.sif"))
+        make(ImageOrder(parse_source(f"docker-archive:{bench.tmp}/a.tar"), bench.out / "x.sif"))
     assert bench.left() == []

@@ -5,15 +5,8 @@ from pathlib import Path
 import pytest
 
 from hpc_rl.errors import UserError
-from hpc_rl.images.sif import check_image, read_header
+from hpc_rl.images.sif import check_image
 from tests.fake_apptainer import sif_bytes
-
-
-def test_the_header_tells_architecture_and_size() -> None:
-    header = read_header(sif_bytes(b"04", 500))
-    assert header is not None and (header.architecture, header.size) == ("arm64", 500)
-    assert read_header(sif_bytes(magic=b"NO_MAGIC")) is None
-    assert read_header(b"short") is None
 
 
 @pytest.mark.parametrize(
@@ -21,6 +14,7 @@ def test_the_header_tells_architecture_and_size() -> None:
     [
         (None, r"x\.sif: no such file or directory"),
         (b"", r"x\.sif is not a SIF file \(0 bytes"),
+        (sif_bytes(magic=b"NO_MAGIC"), r"x\.sif is not a SIF file"),
         (b"<html>404</html>" * 100, r"is not a SIF file .* hpc-rl image build --from SOURCE --out"),
         (sif_bytes(size=1000)[:900], r"is incomplete: it has 900 of 1,000 bytes"),
         (sif_bytes(b"04"), r"is for arm64, but the nodes are amd64: .* container\.arch=arm64"),

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from hpc_rl.formats.gpu_models import GpuModel
-from hpc_rl.plan.duration import Duration, Work, gpus_of, items_of, operations, step_seconds, steps_of, work_of
+from hpc_rl.plan.duration import Duration, PlannedWork, gpus_of, items_of, operations, step_seconds, steps_of, work_of
 from hpc_rl.plan.text import time_text
 from tests.plan.configs import SHAPES, config
 
@@ -112,7 +112,7 @@ def test_a_cache_that_is_short_makes_waves() -> None:
 
 
 def test_the_slower_of_computing_and_reading_counts() -> None:
-    work = Work("", 4, operations=8e15, reads=3e12)
+    work = PlannedWork("", 4, operations=8e15, reads=3e12)
     assert work.seconds(GPU, 0.5, 1.0) == pytest.approx(4.0)
     assert work.seconds(GPU, 1.0, 0.1) == pytest.approx(10.0)
 

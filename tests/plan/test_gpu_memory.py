@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from hpc_rl.config.training.common import Offload
-from hpc_rl.plan.gpu_memory import Held, largest
+from hpc_rl.plan.gpu_memory import ShardedModel, largest
 from hpc_rl.plan.shape import Experts, Shape
 
 H, INNER, L, Q, K, V, T = 64, 160, 3, 96, 32, 5000, 1000
@@ -16,7 +16,7 @@ SHAPE = Shape("qwen2", H, INNER, L, heads=6, key_heads=2, head_size=16, vocabula
 LAYER = 2 * H * (Q + K) + 3 * H * INNER + 2 * H
 ROOT = 2 * V * H + H
 TOTAL = L * LAYER + ROOT
-MODEL = Held(SHAPE, itemsize=4, head="loss", sharding="full", shards=8, recompute=True)
+MODEL = ShardedModel(SHAPE, itemsize=4, head="loss", sharding="full", shards=8, recompute=True)
 CHUNK = 4 * V * T
 """All logits fit into one chunk."""
 

@@ -8,7 +8,7 @@ import pytest
 
 from hpc_rl.plan.memory import phases
 from hpc_rl.plan.plan import plan_of
-from hpc_rl.plan.rows import MICRO_TOKENS, MOST, Rows, chosen, corrected, is_auto, least, usual
+from hpc_rl.plan.rows import MICRO_TOKENS, MOST, RowChoice, chosen, corrected, is_auto, least, usual
 from hpc_rl.plan.shape import shape_of
 from hpc_rl.plan.text import rows_text
 from tests.plan.configs import SHAPES, config
@@ -21,7 +21,7 @@ LORA = ("model.lora.rank=32", "model.dtype=bfloat16")
 GPUS = (24e9, 40e9, 80e9, 141e9)
 
 
-def rows_of(job: Any, gpu: float, name: Shape = "7B") -> Rows:
+def rows_of(job: Any, gpu: float, name: Shape = "7B") -> RowChoice:
     rows = chosen(job, {"/7b": shape_of(sizes(name), name)}, gpu)
     assert rows is not None
     return rows

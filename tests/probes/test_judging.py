@@ -15,9 +15,9 @@ from hpc_rl.probes.acceptance.bench import Bench, Failed, Layout, Skip
 from hpc_rl.probes.acceptance.generation import after_update, before_update, released
 from hpc_rl.probes.acceptance.models import SMALL, write_long_chats
 from hpc_rl.probes.acceptance.on_ray import run as run_on_ray
-from hpc_rl.probes.acceptance.session import Session, attempt, words_of
+from hpc_rl.probes.acceptance.session import CheckSession, attempt, words_of
 from hpc_rl.probes.acceptance.table import rows
-from hpc_rl.probes.acceptance.training import Measured, difference, speed_text
+from hpc_rl.probes.acceptance.training import FirstSteps, difference, speed_text
 from hpc_rl.training.parallel.distributed import World
 
 CPU = Layout("cpu", 1, 1, frozenset({"ray", "tensordict"}))
@@ -42,11 +42,11 @@ def test_outcomes() -> None:
 
 
 def test_differences_of_losses_norms_and_gradients() -> None:
-    one = Measured([2.0, 4.0], [1.0, 1.0], {"w": torch.tensor([3.0, 4.0])})
-    other = Measured([2.0, 4.4], [1.0, 1.0], {"w": torch.tensor([3.0, 4.5])})
+    one = FirstSteps([2.0, 4.0], [1.0, 1.0], {"w": torch.tensor([3.0, 4.0])})
+    other = FirstSteps([2.0, 4.4], [1.0, 1.0], {"w": torch.tensor([3.0, 4.5])})
     losses, gradients = difference(other, one)
     assert losses == pytest.approx(0.1) and gradients == pytest.approx(0.1)
-    louder = Measured([2.0, 4.0], [1.0, 1.5], one.gradients)
+    louder = FirstSteps([2.0, 4.0], [1.0, 1.5], one.gradients)
     assert difference(louder, one) == (0.0, pytest.approx(0.5))
 
 
@@ -96,11 +96,11 @@ def test_wrong_attention_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 def test_a_run_is_compared_with_the_reference(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     bench = bench_in(tmp_path / "bench")
-    bench.memory["reference"] = Measured([2.0], [1.0], {"w": torch.ones(3)})
-    monkeypatch.setattr(training, "measure", lambda *_: Measured([2.0], [1.0], {"w": torch.ones(3)}))
+    bench.memory["reference"] = FirstSteps([2.0], [1.0], {"w": torch.ones(3)})
+    monkeypatch.setattr(training, "measure", lambda *_: FirstSteps([2.0], [1.0], {"w": torch.ones(3)}))
     assert training.sharding(bench, ALONE, "full").startswith("differs from float32 on one CPU by 0.0e+00")
     for worse in ([2.1], [1.0], torch.ones(3)), ([2.0], [1.0], torch.tensor([1.0, 1.0, float("nan")])):
-        monkeypatch.setattr(training, "measure", lambda *_, w=worse: Measured(w[0], w[1], {"w": w[2]}))
+        monkeypatch.setattr(training, "measure", lambda *_, w=worse: FirstSteps(w[0], w[1], {"w": w[2]}))
         with pytest.raises(Failed, match="at most 1e-04 and 1e-03 are expected"):
             training.packing(bench, ALONE, "")
 
@@ -142,7 +142,7 @@ def test_compiled_engines_start_twice_and_both_starts_count(tmp_path: Path, monk
 
 def test_the_drivers_checks_follow_one_another(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     results = tmp_path / "results.jsonl"
-    session = Session(CPU, results, tmp_path)
+    session = CheckSession(CPU, results, tmp_path)
     session.plan()
     before = read(results)
     session.plan()

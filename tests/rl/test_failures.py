@@ -15,7 +15,7 @@ from hpc_rl.rl.generation import run as generation
 from hpc_rl.rl.loop import setup, trainer
 from hpc_rl.run_dir import RunDir
 from hpc_rl.tracking.page import report
-from hpc_rl.tracking.tracker import Tracker, open_tracker
+from hpc_rl.tracking.tracker import Tracker
 from tests.rl.ppo_config import ppo_config
 
 REPORTED_FIRST = ["report", "finish 1"]
@@ -43,7 +43,7 @@ def events(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 def test_ppo(run: RunDir, events: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     config = ppo_config()
     parts = dict.fromkeys(("batches", "scoring", "carrier", "rollout"), SimpleNamespace(close=lambda: None))
-    state = SimpleNamespace(tracker=open_tracker(config, run, None, is_main=True), saver=nullcontext(), **parts)
+    state = SimpleNamespace(tracker=Tracker(config, run, None, is_main=True), saver=nullcontext(), **parts)
     monkeypatch.setattr(setup, "set_up", lambda *_: state)
     monkeypatch.setattr(trainer, "train", fails)
     monkeypatch.setattr(process, "begin", lambda _: None)

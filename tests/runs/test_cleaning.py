@@ -4,7 +4,7 @@ import time
 from pathlib import Path
 
 import pytest
-import typer
+from typer.testing import CliRunner
 
 from hpc_rl import run_dir
 from hpc_rl.cli import app
@@ -24,7 +24,8 @@ from hpc_rl.runs.cleaning import (
     usage_of,
     whole_runs,
 )
-from hpc_rl.runs.status import RunStatus, runs_below, status_of
+from hpc_rl.runs.folders import runs_below
+from hpc_rl.runs.status import RunStatus, status_of
 from hpc_rl.system import entries
 from hpc_rl.training.checkpoints import checksums, folders
 from hpc_rl.training.checkpoints.folders import Progress
@@ -183,13 +184,15 @@ def test_the_folder_of_runs_may_be_a_link(tmp_path: Path, monkeypatch: pytest.Mo
     assert not list((tmp_path / "disk").iterdir())
 
 
-def test_the_command_finishes_a_removal_without_runs(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def clean(*words: str) -> list[str]:
-        typer.main.get_command(app).main(["clean", *words], standalone_mode=False)
-        return capsys.readouterr().out.splitlines()
+def clean(*words: str) -> list[str]:
+    """Return the lines that the command prints."""
+    done = CliRunner().invoke(app, ["clean", *words])
+    if isinstance(done.exception, UserError):
+        raise done.exception
+    return done.stdout.splitlines()
 
+
+def test_the_command_finishes_a_removal_without_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     left = tmp_path / "runs" / ".a.1.removed"
     left.mkdir(parents=True)
@@ -259,31 +262,25 @@ def test_data_of_another_user_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert remove_tokenized(found, [tmp_path]) == found and found[0].path.exists()
 
 
-def test_the_command_removes_tokenized_data(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def clean(*words: str) -> str:
-        typer.main.get_command(app).main(["clean", "--tokenized", *words], standalone_mode=False)
-        return capsys.readouterr().out
-
+def test_the_command_removes_tokenized_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     root = tmp_path / "runs" / TOKENIZED
     root.mkdir(parents=True)
     new, old = make_entry(root, "new", 2000), make_entry(root, "old", 1000, age_s=3 * DAY_S)
-    lines = clean().splitlines()
+    lines = clean("--tokenized")
     assert [line.split() for line in lines] == [
         ["2.03", "kB", f"runs/{TOKENIZED}/new", "a.jsonl,", "b.jsonl"],
         ["1.03", "kB", f"runs/{TOKENIZED}/old", "a.jsonl,", "b.jsonl"],
     ]
-    assert clean("--older-than", "2", "--yes").splitlines()[1:] == ["removed 1.03 kB"]
+    assert clean("--tokenized", "--older-than", "2", "--yes")[1:] == ["removed 1.03 kB"]
     assert list(root.iterdir()) == [new]
     held = entries.hold(new)
     assert held is not None
-    assert clean(str(root), "--yes").splitlines()[1:] == ["removed 0 B"]
+    assert clean("--tokenized", str(root), "--yes")[1:] == ["removed 0 B"]
     assert new.exists() and not old.exists()
     held.close()
     new.rename(root / f".new.0123abcd{entries.PARTIAL}")
-    assert clean() == "" and len(list(root.iterdir())) == 1
-    assert clean("--yes") == "" and not any(root.iterdir()), "what a killed run has left is removed too"
+    assert clean("--tokenized") == [] and len(list(root.iterdir())) == 1
+    assert clean("--tokenized", "--yes") == [] and not any(root.iterdir()), "what a killed run has left is removed too"
     with pytest.raises(UserError, match="exclude each other"):
-        clean("--whole")
+        clean("--tokenized", "--whole")

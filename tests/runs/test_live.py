@@ -8,7 +8,7 @@ import pytest
 
 from hpc_rl.run_dir import RunDir
 from hpc_rl.runs import control, live
-from hpc_rl.runs.live import Watched
+from hpc_rl.runs.live import WatchedRun
 from hpc_rl.runs.status import RunStatus
 
 
@@ -17,7 +17,7 @@ def test_a_failed_run_is_explained_and_a_running_one_is_not(tmp_path: Path) -> N
     run.job.write_text(json.dumps({"job_id": "local-1", "host": "elsewhere", "pid": 1, "start_time": 1}))
     for state, lines in (("RUNNING", ()), ("FAILED", ["Out of memory"])):
         run.status.write_text(json.dumps({"job_id": "local-1", "attempt": 1, "state": state, "exit_code": 1}))
-        seen = Watched(run, lambda _: ["Out of memory"]).look()
+        seen = WatchedRun(run, lambda _: ["Out of memory"]).look()
         assert (seen.state, seen.explanation) == (state, lines)
 
 
@@ -28,7 +28,7 @@ def test_a_run_that_is_queued_again_is_watched_until_it_has_looked_ended_for_a_m
     monkeypatch.setattr(live, "time", SimpleNamespace(monotonic=lambda: clock.now, time=lambda: 0.0))
     looks_ended = RunStatus("r", "r", "7", "NODE_FAIL", exit_code=1, may_return=True)
     monkeypatch.setattr(live, "status_of", lambda _: looks_ended)
-    watched = Watched(RunDir(tmp_path), lambda _: ["a node was lost"])
+    watched = WatchedRun(RunDir(tmp_path), lambda _: ["a node was lost"])
     seen = []
     for now in range(200):
         clock.now = float(now)
@@ -47,7 +47,7 @@ def test_a_resumed_run_discards_later_steps(tmp_path: Path) -> None:
             file.writelines(json.dumps({"step": step, "total_steps": 9}) + "\n" for step in steps)
 
     log(1, 2)
-    watched = Watched(run, lambda _: ())
+    watched = WatchedRun(run, lambda _: ())
     for new, steps in (((3, 4), [1, 2, 3, 4]), ((3,), [1, 2, 3]), ((), [1, 2, 3])):
         log(*new)
         assert [record["step"] for record in watched.look().records] == steps

@@ -4,7 +4,6 @@ import fcntl
 import json
 import os
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -13,10 +12,12 @@ from hpc_rl.cli.text import status_text
 from hpc_rl.errors import UserError
 from hpc_rl.run_dir import RunDir, terminated_file
 from hpc_rl.runs import control, status
+from hpc_rl.runs.finding import find_run
 from hpc_rl.runs.folders import remember
 from hpc_rl.runs.status import RunStatus, current_job, lost_nodes, process_start_time, status_of, statuses_of
 from hpc_rl.slurm import commands
 from tests.fake_slurm import fake_slurm
+from tests.helpers import hpc_rl
 
 
 @pytest.mark.parametrize(("start", "shown"), [("2030-01-02T03:04:05", True), ("N/A", False)])
@@ -199,10 +200,7 @@ def test_the_table_states_that_slurm_does_not_answer(
         (programs / "squeue.text").write_text("7 |RUNNING |node1 |None |N/A |\n")
     else:
         (programs / "squeue").write_text("#!/bin/sh\necho 'Unable to contact slurm controller' >&2\nexit 1\n")
-    done = subprocess.run(
-        [sys.executable, "-m", "hpc_rl.cli", "runs", str(running.path.parent)],
-        capture_output=True, text=True, timeout=600, check=True,
-    )  # fmt: skip
+    done = hpc_rl("runs", str(running.path.parent), check=True)
     assert "RUNNING" in done.stdout and ("Slurm does not answer" in done.stderr) != answers
 
 
@@ -382,12 +380,12 @@ def test_a_run_is_found_by_the_id_of_any_of_its_jobs_from_any_folder(
     remember(run.path.parent)
     (tmp_path / "other").mkdir()
     monkeypatch.chdir(tmp_path / "other")
-    assert status.find_run("9") == status.find_run("7") == run
+    assert find_run("9") == find_run("7") == run
     with pytest.raises(UserError, match="Slurm has no record of it, as is usual some minutes after"):
-        status.find_run("8")
+        find_run("8")
     (tmp_path / "slurm" / "sacct").write_text("#!/bin/sh\necho '8|TIMEOUT|0:0|node1|None'\n")
     with pytest.raises(UserError, match="in Slurm's accounting it is TIMEOUT, without the path of its log"):
-        status.find_run("8")
+        find_run("8")
 
 
 def test_a_stopped_run_names_what_resumes_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

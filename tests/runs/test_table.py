@@ -8,8 +8,8 @@ import pytest
 from hpc_rl.cli.text import runs_table, status_text
 from hpc_rl.errors import UserError
 from hpc_rl.runs import table
+from hpc_rl.runs.finding import find_run
 from hpc_rl.runs.run_sets import find_run_set
-from hpc_rl.runs.status import find_run
 
 
 @pytest.fixture(autouse=True)
@@ -48,7 +48,7 @@ def test_all_runs_the_newest_last(root: Path) -> None:
     make_sweep(root / "lr")
     make_run(root / "rendered", "", None)
     (root / "no run").mkdir()
-    rows = table.all_runs(Path("runs"))
+    rows = table.find_rows(None)[0]
     assert [row.status.run for row in rows] == ["rendered", "first", "lr_1", "lr_2", "later"]
     assert [row.sweep for row in rows] == [None, None, "lr", "lr", None]
     lines = runs_table(rows).splitlines()
@@ -67,7 +67,7 @@ def test_runs_that_were_submitted_together_are_in_the_order_of_their_sweep_or_pi
     listed = [{"round": number, "stage": stage} for number, stage in stages]
     (root / "p" / "pipeline.json").write_text(json.dumps({"stages": listed}))
     make_run(root / "one", "2025-01-02T00:00:00", "COMPLETED")
-    assert [row.status.run for row in table.all_runs(root)] == [*names["lr"], "one", *names["p"]]
+    assert [row.status.run for row in table.find_rows(None)[0]] == [*names["lr"], "one", *names["p"]]
     assert [row.status.run for row in table.find_rows("p")[0]] == names["p"]
 
 
@@ -165,7 +165,7 @@ def test_an_evaluation_names_model_and_data_and_shows_its_score(root: Path) -> N
     (root / "eval-1" / "job.json").write_text(json.dumps({**job, "kind": "eval"}))
     config = {"model": {"path": "/runs/sft-1/model"}, "data": {"files": ["d/test.jsonl", "d/hard.jsonl"]}}
     (root / "eval-1" / "config.yaml").write_text(json.dumps(config))
-    rows = table.all_runs(Path("runs"))
+    rows = table.find_rows(None)[0]
     assert "eval/score 0.75  sft-1 on test, hard" in runs_table(rows)
     text = status_text(rows[0].status)
     assert "eval/score" in text and "generate/score" not in text

@@ -2,11 +2,11 @@
 
 import json
 import subprocess
-import sys
 from pathlib import Path
 
 from hpc_rl.training.checkpoints import checksums, folders
 from hpc_rl.training.checkpoints.folders import MODEL, Progress
+from tests.helpers import hpc_rl
 
 
 def make_run(folder: Path, name: str, steps: int = 2) -> Path:
@@ -22,8 +22,7 @@ def make_run(folder: Path, name: str, steps: int = 2) -> Path:
 
 
 def verify(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "hpc_rl.cli", "runs", "--verify", *arguments]
-    return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=600, check=False)
+    return hpc_rl("runs", "--verify", *arguments, folder=folder)
 
 
 def test_damaged_checkpoints_are_named(tmp_path: Path) -> None:

@@ -21,10 +21,10 @@ import typer.main
 import hpc_rl.cli
 import hpc_rl.doctor.diagnosis
 import hpc_rl.runs.cleaning
+import hpc_rl.runs.finding
 import hpc_rl.runs.live
 import hpc_rl.runs.reporting
 import hpc_rl.runs.table
-import hpc_rl.runs.verification
 import hpc_rl.submission.requeue
 import hpc_rl.tracking.wandb_sync
 

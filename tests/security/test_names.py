@@ -150,7 +150,7 @@ def test_an_agent_of_the_user_imports_what_is_beside_it(home: Path) -> None:
     (home / "agents").mkdir()
     (home / "agents" / "helper.py").write_text("VALUE = 0.25\n")
     (home / "agents" / "agent.py").write_text("import helper\nprint('agent', helper.VALUE)\n")
-    started = "import os, subprocess, sys\nfrom hpc_rl.software import search_path\nfrom hpc_rl.system import owned\n"
+    started = "import os, subprocess, sys\nfrom hpc_rl.system import owned, search_path\n"
     started += (
         "from hpc_rl.rl.endpoint.processes import agent_environment\nos.environ |= search_path.safe_variables()\n"
     )

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from tests import helpers
 from tests.helpers import recorded
 
 ANSWERS = {
@@ -116,8 +117,7 @@ def test_a_partition_that_cannot_give_says_what_it_can(login_node: Callable[[str
 
 def test_without_slurm_detection_is_a_line(tmp_path: Path) -> None:
     environ = {**os.environ, "PATH": "/nonexistent", "HOME": str(tmp_path)}
-    command = [sys.executable, "-m", "hpc_rl.cli", "site", "detect", "--yes"]
-    done = subprocess.run(command, cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=600, check=False)
+    done = helpers.hpc_rl("site", "detect", "--yes", folder=tmp_path, environ=environ)
     assert done.returncode == 2 and done.stderr.startswith("hpc-rl: there is no sinfo on PATH")
     assert len(done.stderr.splitlines()) == 1 and not list(tmp_path.iterdir())
 
@@ -125,8 +125,7 @@ def test_without_slurm_detection_is_a_line(tmp_path: Path) -> None:
 def test_a_wrong_profile_is_a_line_with_its_place_and_starts_nothing(tmp_path: Path) -> None:
     (tmp_path / "site.yaml").write_text("slurm:\n  partion: gpu\n")
     for arguments in (["submit", "torchrun", "--local"], ["config", "torchrun"], ["site", "show"]):
-        command = [sys.executable, "-m", "hpc_rl.cli", *arguments]
-        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=600, check=False)
+        done = helpers.hpc_rl(*arguments, folder=tmp_path)
         assert done.returncode == 2
         expected = "hpc-rl: site.yaml, line 2: slurm.partion: unknown key; did you mean slurm.partition?\n"
         assert done.stderr == expected
@@ -134,8 +133,7 @@ def test_a_wrong_profile_is_a_line_with_its_place_and_starts_nothing(tmp_path: P
 
 
 def test_a_profile_is_an_option_not_an_override(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "hpc_rl.cli", "config", "torchrun", "site=typed-gres"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=600, check=False)
+    done = helpers.hpc_rl("config", "torchrun", "site=typed-gres", folder=tmp_path)
     assert done.returncode == 2 and "choose a site profile with --site typed-gres" in done.stderr
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,6 +12,7 @@ import pytest
 from hpc_rl.config.compose import compose
 from hpc_rl.submission.hub import fetch_environment, hub_cache
 from hpc_rl.submission.script.environment import job_environment
+from tests import helpers
 from tests.data.hub_server import HubServer, hub_server
 from tests.helpers import make_tiny_model, write_chats
 from tests.tracking.test_wandb_sync import next_second
@@ -47,8 +47,7 @@ def hub(tmp_path_factory: pytest.TempPathFactory) -> Iterator[HubServer]:
 def hpc_rl(folder: Path, hub: HubServer, *words: str, **environ: str) -> subprocess.CompletedProcess[str]:
     outside = {name: value for name, value in os.environ.items() if not name.startswith(("HF_", "XDG_", "WANDB_"))}
     environ = {**outside, "HF_ENDPOINT": hub.url, "HOME": str(folder), "OMP_NUM_THREADS": "1", **environ}
-    command = [sys.executable, "-m", "hpc_rl.cli", *words]
-    return subprocess.run(command, cwd=folder, env=environ, capture_output=True, text=True, timeout=600, check=False)
+    return helpers.hpc_rl(*words, folder=folder, environ=environ)
 
 
 SFT = ("sft", "trainer.device=cpu", "model.path=me/Tiny", "data.train_files=me/SumsHard:main", "cache.hf_home=hf")

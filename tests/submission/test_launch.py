@@ -14,7 +14,8 @@ from hpc_rl.config.compose import compose, dump
 from hpc_rl.run_dir import RunDir
 from hpc_rl.submission.job import Job
 from hpc_rl.submission.launch import as_test, prepare, resumed
-from hpc_rl.submission.request import Request, reserve
+from hpc_rl.submission.request import JobRequest, reserve
+from tests import helpers
 from tests.fake_slurm import calls, fake_slurm
 
 PROGRAM = ("train.py",)
@@ -39,8 +40,8 @@ def test_the_python_api_submits_what_the_command_line_submits(folder: Path) -> N
     assert "#SBATCH --nodes=2\n" in script and "#SBATCH --time=1:00:00\n" in script
     assert json.loads((run.path / "job.json").read_text())["command"][:2] == ["hpc_rl.submit", "torchrun"]
     assert hpc_rl.find_run("mine") == run
-    command = [sys.executable, "-m", "hpc_rl.cli", "submit", "torchrun", "--nodes", "2", "--time", "1:00:00"]
-    subprocess.run([*command, "trainer.device=cpu", "--job-name", "twin", "--", *PROGRAM], check=True, timeout=600)
+    words = ("submit", "torchrun", "--nodes", "2", "--time", "1:00:00", "trainer.device=cpu", "--job-name", "twin")
+    helpers.hpc_rl(*words, "--", *PROGRAM, check=True)
     other = (folder / "runs" / "twin" / "job.sbatch").read_text()
     assert other.replace("twin", "mine") == script
     assert [call.split()[0] for call in calls(folder)].count("sbatch") == 2
@@ -119,11 +120,13 @@ def test_the_api_needs_no_torch() -> None:
 
 
 def test_a_trial_is_short_and_has_a_name_of_its_own(folder: Path) -> None:
-    request = Request("torchrun", ("slurm.test_partition=debug", "slurm.partition=gpu", "trainer.device=cpu"), PROGRAM)
+    request = JobRequest(
+        "torchrun", ("slurm.test_partition=debug", "slurm.partition=gpu", "trainer.device=cpu"), PROGRAM
+    )
     job, script = prepare(as_test(request), print)
     assert job.run_dir.name == "torchrun-test-1"
     assert "--partition=debug\n" in script and "--time=10:00\n" in script and "--no-requeue\n" in script
-    named = Request("torchrun", ("slurm.job_name=mine", "trainer.device=cpu"), PROGRAM, {"slurm.partition": "gpu"})
+    named = JobRequest("torchrun", ("slurm.job_name=mine", "trainer.device=cpu"), PROGRAM, {"slurm.partition": "gpu"})
     job, script = prepare(as_test(named), print)
     assert job.run_dir.name == "mine-test-1" and "--partition=gpu\n" in script and "--job-name=mine-test-1\n" in script
     with pytest.raises(hpc_rl.UserError, match="leave out --run-dir"):
@@ -131,13 +134,13 @@ def test_a_trial_is_short_and_has_a_name_of_its_own(folder: Path) -> None:
     trial = as_test(request)
     made = [reserve(prepare(trial, print)[0]).run_dir.name for _ in range(2)]
     assert made == ["torchrun-test-1", "torchrun-test-2"]
-    assert as_test(Request("sft")).settings["trainer.total_training_steps"] == 2
+    assert as_test(JobRequest("sft")).settings["trainer.total_training_steps"] == 2
     assert "trainer.total_training_steps" not in as_test(request).settings
 
 
 @pytest.mark.parametrize("word", ["slurm=5", "slurm=[1]", "trainer=7"])
 def test_a_section_that_is_a_value_is_refused(word: str) -> None:
-    request = Request("torchrun", (word,), PROGRAM, {"trainer.nnodes": 1, "slurm.time": "1:00:00"})
+    request = JobRequest("torchrun", (word,), PROGRAM, {"trainer.nnodes": 1, "slurm.time": "1:00:00"})
     with pytest.raises(hpc_rl.UserError, match=f"{word.partition('=')[0]} is a section with keys such as"):
         prepare(as_test(request), print)
 
@@ -175,7 +178,7 @@ def test_a_job_name_has_a_plain_alphabet(name: str) -> None:
 def test_an_image_that_srun_starts_is_refused_without_slurm() -> None:
     words = ("container.image=ubuntu", "container.runtime=pyxis", "trainer.device=cpu")
     with pytest.raises(hpc_rl.UserError, match="pyxis"):
-        prepare(Request("torchrun", words, PROGRAM, local=True), print)
+        prepare(JobRequest("torchrun", words, PROGRAM, local=True), print)
 
 
 def test_an_old_configuration_with_a_dollar_is_no_obstacle(folder: Path) -> None:

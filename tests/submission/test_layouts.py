@@ -2,8 +2,6 @@
 
 import json
 import random
-import subprocess
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,7 +16,7 @@ from hpc_rl.formats.model_kind import VOCABULARY_BLOCK, refuse_unsplittable_engi
 from hpc_rl.run_dir import RunDir
 from hpc_rl.submission.job import Job
 from hpc_rl.submission.local import check_local
-from tests.helpers import make_tiny_model
+from tests.helpers import hpc_rl, make_tiny_model
 from tests.rl.ppo_config import ppo_config
 
 GPUS = ("trainer.device=cuda", "rollout.name=vllm")
@@ -229,9 +227,8 @@ def test_the_command_ends_with_code_2_and_the_numbers(tmp_path: Path) -> None:
     (tmp_path / "train.jsonl").write_text(json.dumps({"prompt": "1 + 1?", "answer": "2"}) + "\n")
     options = "model.path=model data.train_files=train.jsonl reward.function=exact data.train_batch_size=1 rollout.n=2"
     gpus = "trainer.device=cuda rollout.name=vllm rollout.tensor_parallel_size=4 --gpus-per-node 4 --dry-run"
-    command = [sys.executable, "-m", "hpc_rl.cli", "submit", "ppo", *options.split(), *gpus.split()]
-    command += ["slurm.env.PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True", "actor.mini_batch_size=1"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=600, check=False)
+    more = ["slurm.env.PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True", "actor.mini_batch_size=1"]
+    done = hpc_rl("submit", "ppo", *options.split(), *gpus.split(), *more, folder=tmp_path)
     assert done.returncode == 2, done.stderr
     assert "rollout.tensor_parallel_size=4 does not divide the 6 query heads and the 3 key heads" in done.stderr
     assert "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True: rollout engines" in done.stderr

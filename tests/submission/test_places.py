@@ -4,7 +4,6 @@ import json
 import os
 import re
 import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -16,10 +15,11 @@ from hpc_rl.runs.status import status_of
 from hpc_rl.slurm.place import Place
 from hpc_rl.submission import queue
 from hpc_rl.submission.executor import submitted
-from hpc_rl.submission.request import Request
+from hpc_rl.submission.request import JobRequest
 from hpc_rl.submission.script.directives import clusters_of, environment_notes
 from hpc_rl.submission.series import sweep
 from hpc_rl.submission.series.after import After
+from tests import helpers
 from tests.fake_slurm import calls, environment, fake_slurm
 
 PROGRAM = ("trainer.device=cpu", "--", "train.py")
@@ -37,9 +37,7 @@ def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def hpc_rl(*words: str, **variables: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "hpc_rl.cli", *words]
-    environ = {**os.environ, **variables}
-    return subprocess.run(command, env=environ, capture_output=True, text=True, timeout=600, check=False)
+    return helpers.hpc_rl(*words, environ={**os.environ, **variables})
 
 
 def asked(folder: Path, since: int) -> dict[str, list[str]]:
@@ -124,13 +122,13 @@ def test_the_stages_of_a_chain_follow_the_first_one(tmp_path: Path, slurm: Path)
     script = "#!/bin/bash\n#SBATCH --clusters=a,b\nscontrol requeue\n"
     first = queue.queue(script)
     assert first.job_id == "7" and first.place.cluster == "b"
-    queue.queue_after(script, After("first", ("7",), place=first.place))
+    queue.queue(script, After("first", ("7",), place=first.place))
     assert calls(tmp_path)[-1].startswith("sbatch --clusters=b --parsable --dependency=afterok:7")
     with pytest.raises(UserError, match="has --clusters=c, but its run, or the job that it waits for, is in cluster b"):
-        queue.queue_after(script.replace("a,b", "c"), After("first", ("7",), place=first.place))
+        queue.queue(script.replace("a,b", "c"), After("first", ("7",), place=first.place))
     local = queue.queue("#!/bin/bash\n", place=first.place).place
     with pytest.raises(UserError, match="a job can wait for jobs of its own cluster only"):
-        queue.queue_after("#!/bin/bash\n", After("x", ("7",), place=local), place=queue.Place())
+        queue.queue("#!/bin/bash\n", After("x", ("7",), place=local), place=queue.Place())
 
 
 def test_runs_of_two_clusters_with_one_id_are_told_apart(tmp_path: Path, slurm: Path) -> None:
@@ -252,7 +250,7 @@ def test_a_large_sweep_has_the_limit_of_its_cluster(
     for clusters, limit in (("large", 1002), ("large,small", 1000), ("small", 1000)):
         settings = {"trainer.device": "cpu", "slurm.sbatch.clusters": clusters}
         with pytest.raises(UserError, match=f"allows at most {limit} tasks per array"):
-            sweep.plan(Request("torchrun", words, ("train.py",), settings), None)
+            sweep.plan(JobRequest("torchrun", words, ("train.py",), settings), None)
 
 
 @pytest.mark.parametrize(

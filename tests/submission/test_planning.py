@@ -16,7 +16,7 @@ from hpc_rl.slurm import commands
 from hpc_rl.slurm.cluster import NodeGroup
 from hpc_rl.submission import planning
 from hpc_rl.submission.launch import prepare
-from hpc_rl.submission.request import Request
+from hpc_rl.submission.request import JobRequest
 from hpc_rl.submission.request import plan as plan_request
 from hpc_rl.submission.resources import granted_bytes
 from tests.fake_slurm import fake_slurm
@@ -38,12 +38,12 @@ def folder(tmp_path: Path, monkeypatch: MonkeyPatch) -> Path:
     return tmp_path
 
 
-def request(*words: str, gpu_gb: float | None = 80, **more: Any) -> Request:
+def request(*words: str, gpu_gb: float | None = 80, **more: Any) -> JobRequest:
     """Return a request for supervised fine-tuning of the model on 8 GPUs, with ROWS if no word sets them."""
     words = words if any(word.startswith("trainer.micro_tokens=") for word in words) else (ROWS, *words)
     own = ("model.path=7b", "data.train_files=train.jsonl", "trainer.device=cuda", "trainer.n_gpus_per_node=8")
     memory = () if gpu_gb is None else (f"slurm.node.gpu_gb={gpu_gb}",)
-    return Request("sft", (*own, *memory, *words), **more)
+    return JobRequest("sft", (*own, *memory, *words), **more)
 
 
 def output(*words: str) -> str:
@@ -55,13 +55,13 @@ def output(*words: str) -> str:
     return done.stdout
 
 
-def fit(job_request: Request) -> list[str]:
+def fit(job_request: JobRequest) -> list[str]:
     job = plan_request(job_request)
     found = planning.plan_of_job(job)
     return [] if found is None else planning.check_fit(found, job.size, job_request.force)
 
 
-def expected(job_request: Request) -> dict[str, Any]:
+def expected(job_request: JobRequest) -> dict[str, Any]:
     found = planning.plan_of_job(plan_request(job_request))
     assert found is not None
     return planning.expected("sft", found)["plan"]  # type: ignore[no-any-return]
@@ -101,7 +101,7 @@ def test_what_a_run_expects_is_recorded() -> None:
     assert facts["peak_gb"] == facts["training_gb"] == pytest.approx(25.4, abs=0.1)
     assert facts["less"] == ["trainer.offload=optimizer"]
     assert expected(request())["less"] == ["trainer.micro_tokens=2048"]
-    engines = Request(
+    engines = JobRequest(
         "generate", ("model.path=7b", "data.files=train.jsonl", "trainer.device=cuda", "slurm.node.gpu_gb=80")
     )
     found = planning.plan_of_job(plan_request(engines))
@@ -167,10 +167,10 @@ def test_memory_that_a_job_requests() -> None:
         request(gpu_gb=None),
         request("trainer.device=cpu", gpu_gb=1),
         request("model.path=owner/unknown", gpu_gb=1),
-        Request("torchrun", ("slurm.node.gpu_gb=1",), ("x.py",)),
+        JobRequest("torchrun", ("slurm.node.gpu_gb=1",), ("x.py",)),
     ],
 )
-def test_what_is_unknown_is_not_refused(other: Request) -> None:
+def test_what_is_unknown_is_not_refused(other: JobRequest) -> None:
     assert planning.plan_of_job(plan_request(other)) is None
 
 
@@ -259,7 +259,7 @@ def test_fewest_nodes_with_the_settings_that_they_need() -> None:
         (request("model.path=owner/m"), "model.path owner/m: there is no such folder"),
     ],
 )
-def test_nodes_that_cannot_be_chosen(other: Request, expected: str) -> None:
+def test_nodes_that_cannot_be_chosen(other: JobRequest, expected: str) -> None:
     with pytest.raises(UserError) as caught:
         planning.on_fewest_nodes(other)
     assert expected in str(caught.value)

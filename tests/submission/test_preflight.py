@@ -41,16 +41,19 @@ def folder(tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch) -> Path
     return tmp_path
 
 
+def check_job(kind: str, values: dict[str, Any], *program: str) -> list[str]:
+    return checks.check(Job(kind, compose(kind, [], values), RunDir(Path("run").absolute()), Path.cwd(), program))
+
+
 def check_ray(*program: str) -> list[str]:
-    return checks.check(Job("ray", compose("ray", []), RunDir(Path("run").absolute()), Path.cwd(), program))
+    return check_job("ray", {}, *program)
 
 
 def check_ppo(**changes: Any) -> list[str]:
     values = {"model.path": "model", "data.train_files": ["train.jsonl"], "data.prompt_key": "question"}
     values |= {"reward.function": "score.py:score", "trainer.device": "cpu", "data.train_batch_size": 1}
     values |= {"actor.mini_batch_size": 1}
-    config = compose("ppo", [], {**values, **{key.replace("__", "."): value for key, value in changes.items()}})
-    return checks.check(Job("ppo", config, RunDir(Path("run").absolute()), Path.cwd()))
+    return check_job("ppo", {**values, **{key.replace("__", "."): value for key, value in changes.items()}})
 
 
 @pytest.mark.parametrize(
@@ -135,9 +138,8 @@ def test_liger_needs_its_package_and_a_model_that_it_supports(tmp_path: Path, mo
 def test_environments_of_generation_are_looked_for(kind: str) -> None:
     values = {"model.path": "model", "data.files": ["train.jsonl"], "data.prompt_key": "question"}
     values |= {"trainer.device": "cpu", "environment.name": "none.py:Own"}
-    config = compose(kind, [], values)
     with pytest.raises(UserError, match=r"environment\.name none\.py:Own: no such file: none\.py"):
-        checks.check(Job(kind, config, RunDir(Path("run").absolute()), Path.cwd()))
+        check_job(kind, values)
 
 
 def no_version(name: str) -> str:
@@ -258,10 +260,11 @@ def test_slices_of_gpus_do_not_train_together(kind: str, gpu_type: str, gpus: in
     config = compose(kind, [], options)
     questions = list(checks.gpus(Job(kind, config, RunDir(Path("run").absolute()), Path.cwd(), ("x.py",))))
     if is_refused:
+        check, *arguments = questions[0]
         with pytest.raises(UserError, match=f"{gpu_type} is a slice of a GPU .MIG., and {gpus} processes of a node"):
-            questions[0].check(*questions[0].arguments)
+            check(*arguments)
     else:
-        assert [one.check(*one.arguments) for one in questions] in ([], [None])
+        assert [check(*arguments) for check, *arguments in questions] in ([], [None])
 
 
 @pytest.mark.parametrize("name", ["HF_TOKEN", "AWS_SESSION_TOKEN", "OPENAI_KEY", "hf_token", "MY_PASSWD"])
@@ -277,8 +280,7 @@ def test_the_key_of_a_server_has_to_be_in_its_variable(monkeypatch: pytest.Monke
     values |= {"rollout.openai.key_variable": "LLM_API_KEY"}
 
     def check(**more: Any) -> list[str]:
-        config = compose("generate", [], {**values, **{key.replace("__", "."): value for key, value in more.items()}})
-        return checks.check(Job("generate", config, RunDir(Path("run").absolute()), Path.cwd()))
+        return check_job("generate", {**values, **{key.replace("__", "."): value for key, value in more.items()}})
 
     monkeypatch.delenv("LLM_API_KEY", raising=False)
     with pytest.raises(UserError, match=r"^rollout\.openai\.key_variable is LLM_API_KEY, and this shell has no such"):
@@ -299,11 +301,10 @@ def test_a_server_of_others_has_the_weights() -> None:
             Path("tokenizer", file.name).write_bytes(file.read_bytes())
     values = {"model.path": "tokenizer", "data.files": ["train.jsonl"], "data.prompt_key": "question"}
     values |= {"trainer.device": "cpu"}
-    job = Job("generate", compose("generate", [], values), RunDir(Path("run").absolute()), Path.cwd())
     with pytest.raises(UserError, match=r"^model\.path tokenizer has no weights"):
-        checks.check(job)
+        check_job("generate", values)
     values |= {"rollout.name": "openai", "rollout.openai.base_url": "http://x/v1"}
-    checks.check(Job("generate", compose("generate", [], values), RunDir(Path("run").absolute()), Path.cwd()))
+    check_job("generate", values)
 
 
 def test_other_variables_are_no_secrets() -> None:
@@ -314,8 +315,7 @@ def test_other_variables_are_no_secrets() -> None:
 @pytest.mark.usefixtures("folder")
 def test_commands_that_bash_cannot_read_are_refused(key: str) -> None:
     def check(*lines: str) -> list[str]:
-        config = compose("ray", [], {f"slurm.{key}": list(lines)})
-        return checks.check(Job("ray", config, RunDir(Path("run").absolute()), Path.cwd(), ("python", "driver.py")))
+        return check_job("ray", {f"slurm.{key}": list(lines)}, "python", "driver.py")
 
     check("if true", "then cd /", "fi")
     with pytest.raises(UserError, match=rf"^slurm\.{key}: bash cannot read 'echo \"a': line 1: unexpected EOF"):
@@ -348,9 +348,8 @@ def test_distillation_between_models_that_cap_their_logits_is_refused(folder: Pa
     settings = json.loads((folder / "capped" / "config.json").read_text())
     (folder / "capped" / "config.json").write_text(json.dumps({**settings, "final_logit_softcapping": 30.0}))
     values = {"model.path": "model", "teacher.path": "model", "data.train_files": ["train.jsonl"], capped: "capped"}
-    config = compose("distill", [], {**values, "trainer.device": "cpu", "data.train_batch_size": 1})
     with pytest.raises(UserError, match=rf"^{capped} capped caps its logits \(final_logit_softcapping=30\.0\), which"):
-        checks.check(Job("distill", config, RunDir(Path("run").absolute()), Path.cwd()))
+        check_job("distill", {**values, "trainer.device": "cpu", "data.train_batch_size": 1})
 
 
 @pytest.mark.parametrize(("files", "warned"), [(100, False), (99, True)])
@@ -383,11 +382,10 @@ def test_files_of_the_nodes_alone_can_be_named(key: str) -> None:
 
 @pytest.mark.usefixtures("folder")
 def test_a_program_of_the_nodes_alone_can_be_named() -> None:
-    config = compose("ray", [], {"slurm.node_folders": ["/node"]})
     for words in (("python", "/node/driver.py"), ("/node/driver",)):
         with pytest.raises(UserError, match="/node/driver"):
             check_ray(*words)
-        assert checks.check(Job("ray", config, RunDir(Path("run").absolute()), Path.cwd(), words)) == []
+        assert check_job("ray", {"slurm.node_folders": ["/node"]}, *words) == []
 
 
 def test_a_folder_of_the_nodes_is_a_full_path() -> None:

@@ -10,7 +10,7 @@ from hpc_rl.errors import UserError
 from hpc_rl.runs.run_sets import PipelineDir
 from hpc_rl.runs.status import current_job
 from hpc_rl.submission import queue
-from hpc_rl.submission.requeue import requeue_pipeline
+from hpc_rl.submission.requeue import requeue
 from hpc_rl.system.files import read_json
 from tests.fake_slurm import calls, fake_slurm
 
@@ -61,7 +61,7 @@ def jobs(several: PipelineDir) -> list[str]:
 
 def test_stages_that_still_wait_for_the_failed_one_are_queued_anew(tmp_path: Path, slurm: Path) -> None:
     several = pipeline(tmp_path, slurm, "COMPLETED", "FAILED", "PENDING", "CANCELLED")
-    assert requeue_pipeline(several) == "submitted jobs 71 to 73: 3 of 4 stages of pipeline loop, from loop_2-a on"
+    assert requeue(several) == "submitted jobs 71 to 73: 3 of 4 stages of pipeline loop, from loop_2-a on"
     assert submitted(tmp_path) == ["", "afterok:71", "afterok:72"]
     assert jobs(several) == ["1", "71", "72", "73"]
     assert "scancel 3" in calls(tmp_path)
@@ -70,7 +70,7 @@ def test_stages_that_still_wait_for_the_failed_one_are_queued_anew(tmp_path: Pat
 
 def test_a_stage_that_runs_is_waited_for(tmp_path: Path, slurm: Path) -> None:
     several = pipeline(tmp_path, slurm, "COMPLETED", "RUNNING", "CANCELLED")
-    requeue_pipeline(several)
+    requeue(several)
     assert submitted(tmp_path) == ["afterok:2"] and jobs(several) == ["1", "2", "71"]
     assert not any(call.startswith("scancel") for call in calls(tmp_path))
 
@@ -80,14 +80,14 @@ def test_a_stage_that_stops_is_not_waited_for(tmp_path: Path, slurm: Path) -> No
     stop = several.runs()[0].stop
     stop.write_text("user\n")
     with pytest.raises(UserError, match="stage loop_1-a was asked to stop and has not ended yet"):
-        requeue_pipeline(several)
+        requeue(several)
     assert submitted(tmp_path) == [] and stop.exists()
 
 
 def test_a_stage_that_runs_before_its_turn_is_refused(tmp_path: Path, slurm: Path) -> None:
     several = pipeline(tmp_path, slurm, "FAILED", "RUNNING")
     with pytest.raises(UserError, match="stage loop_2-a is RUNNING, but loop_1-a before it did not complete"):
-        requeue_pipeline(several)
+        requeue(several)
     assert submitted(tmp_path) == []
 
 
@@ -97,7 +97,7 @@ def test_the_first_stage_still_waits_for_its_job_if_it_never_started(
 ) -> None:
     several = pipeline(tmp_path, slurm, state, "CANCELLED", after="9")
     (slurm / "squeue.text").write_text("9|RUNNING|node1|None|\n")
-    requeue_pipeline(several)
+    requeue(several)
     assert submitted(tmp_path) == [after, "afterok:71"]
 
 
@@ -107,7 +107,7 @@ def test_a_pipeline_that_ran_on_this_machine_is_not_queued(tmp_path: Path, slurm
     if not is_local:  # the second stage never started
         (several.runs()[1].script).unlink()
     with pytest.raises(UserError, match=r"stage loop_\d-a was not queued by Slurm: run the command .*--job-name loop$"):
-        requeue_pipeline(several)
+        requeue(several)
     assert submitted(tmp_path) == []
 
 
@@ -116,7 +116,7 @@ def test_a_refused_stage_leaves_those_that_wait(tmp_path: Path, slurm: Path) -> 
     sbatch = slurm / "sbatch"
     sbatch.write_text(sbatch.read_text() + f'[ $(grep --count "^sbatch" {slurm}/calls) -lt 2 ]\n')
     with pytest.raises(UserError):
-        requeue_pipeline(several)
+        requeue(several)
     assert [call for call in calls(tmp_path) if call.startswith("scancel")] == ["scancel 71"]
     assert jobs(several) == ["1", "2"]
 
@@ -132,7 +132,7 @@ def test_the_advice_names_the_folder_of_the_stage(tmp_path: Path, slurm: Path, i
     else:
         run.script.chmod(0o666)
     with pytest.raises(UserError, match=f"with --run-dir {run.path}[ )]"):
-        requeue_pipeline(several)
+        requeue(several)
 
 
 def test_a_waiting_job_that_slurm_removes_meanwhile_is_no_error(tmp_path: Path, slurm: Path) -> None:
@@ -140,7 +140,7 @@ def test_a_waiting_job_that_slurm_removes_meanwhile_is_no_error(tmp_path: Path, 
     (slurm / "scancel").write_text(
         f'#!/bin/bash\necho "scancel $*" >> {slurm}/calls; echo > {slurm}/squeue.text; exit 1\n'
     )
-    requeue_pipeline(several)
+    requeue(several)
     assert jobs(several) == ["71", "72"]
     assert [call for call in calls(tmp_path) if call.startswith("scancel")] == ["scancel 2"]
 
@@ -149,7 +149,7 @@ def test_a_waiting_job_that_cannot_be_cancelled_takes_the_new_jobs_back(tmp_path
     several = pipeline(tmp_path, slurm, "FAILED", "PENDING")
     (slurm / "scancel").write_text(f'#!/bin/bash\necho "scancel $*" >> {slurm}/calls; [ $1 != 2 ]\n')
     with pytest.raises(UserError, match=r"^scancel 2: "):
-        requeue_pipeline(several)
+        requeue(several)
     assert calls(tmp_path)[-1] == "scancel 71 72" and jobs(several) == ["1", "2"]
 
 
@@ -158,7 +158,7 @@ def test_the_first_error_is_shown_if_the_new_jobs_cannot_be_cancelled(tmp_path: 
     (slurm / "scancel").write_text("#!/bin/bash\nexit 1\n")
     said = r"(?s)^scancel 2: .*\njobs 71, 72 were queued .*: cancel them with scancel 71 72$"
     with pytest.raises(UserError, match=said):
-        requeue_pipeline(several)
+        requeue(several)
     assert jobs(several) == ["71", "72"], "hpc-rl cancel finds them"
 
 
@@ -171,5 +171,5 @@ def test_each_new_job_is_recorded_before_the_next_is_queued(
     monkeypatch.setattr(queue, "queue", lambda *words: (seen.append(jobs(several)), real(*words))[1])
     monkeypatch.setattr(queue, "git_snapshot", lambda folder: 1 / 0)
     with pytest.raises(ZeroDivisionError):
-        requeue_pipeline(several)
+        requeue(several)
     assert seen == [["1", "2"], ["71", "2"]] and jobs(several) == ["71", "72"]

@@ -17,11 +17,11 @@ from hpc_rl.runs.run_sets import SweepDir
 from hpc_rl.submission.job import Job
 from hpc_rl.submission.launch import prepare
 from hpc_rl.submission.preflight.checks import partition
-from hpc_rl.submission.request import Request
-from hpc_rl.submission.requeue import requeue, requeue_all
+from hpc_rl.submission.request import JobRequest
+from hpc_rl.submission.requeue import requeue
 from hpc_rl.submission.series import chain
 from tests.fake_slurm import calls, fake_slurm
-from tests.helpers import make_tiny_model
+from tests.helpers import hpc_rl, make_tiny_model
 from tests.small_disk import needs_root, small_disk
 
 PROGRAM = ("trainer.device=cpu", "--", "train.py")
@@ -168,7 +168,7 @@ def test_a_completed_run_is_not_queued_again_for_nothing(tmp_path: Path, word: s
     make_tiny_model(tmp_path / "model")
     started(tmp_path, "sft", "COMPLETED", *SFT)
     words = ("model.path=model", "trainer.device=cpu", "data.prompt_key=question", *SFT, word)
-    request = Request("sft", words, settings={"slurm.job_name": "mine"})
+    request = JobRequest("sft", words, settings={"slurm.job_name": "mine"})
     if accepted:
         assert prepare(request, print)
     else:
@@ -207,9 +207,7 @@ def test_a_job_that_is_ending_is_not_asked_to_save(tmp_path: Path, slurm: Path, 
 
 
 def test_a_sweep_with_edited_settings_is_not_requeued(tmp_path: Path) -> None:
-    subprocess.run(
-        [sys.executable, "-m", "hpc_rl.cli", "sweep", "torchrun", "slurm.env.LR=1,2", *PROGRAM], check=True, timeout=600
-    )
+    hpc_rl("sweep", "torchrun", "slurm.env.LR=1,2", *PROGRAM, check=True)
     (sweep,) = (tmp_path / "runs").iterdir()
     first = RunDir(sweep / f"{sweep.name}_1")
     first.write_status("7_1", 1, "FAILED", 1)
@@ -218,7 +216,7 @@ def test_a_sweep_with_edited_settings_is_not_requeued(tmp_path: Path) -> None:
     (attempt / "config.yaml").write_text("lr: 1\n")
     first.config.write_text("lr: 2\n")
     with pytest.raises(UserError, match=r"config\.yaml was edited after attempt-1"):
-        requeue_all(SweepDir(sweep))
+        requeue(SweepDir(sweep))
     assert [call.split()[0] for call in calls(tmp_path)].count("sbatch") == 1
 
 
@@ -245,8 +243,7 @@ def test_a_submission_to_a_full_disk_is_one_message(tmp_path: Path, command: Seq
     with small_disk(tmp_path / "disk") as disk:
         (disk.path / "train.py").touch()
         {"full": disk.fill, "no inodes": disk.use_all_inodes, "read-only": disk.read_only}[outage]()
-        line = [sys.executable, "-m", "hpc_rl.cli", *command, *PROGRAM]
-        done = subprocess.run(line, cwd=disk.path, capture_output=True, text=True, timeout=600, check=False)
+        done = hpc_rl(*command, *PROGRAM, folder=disk.path)
         assert done.returncode == 2 and "Traceback" not in done.stderr, done.stderr
         assert f"{disk.path} (tmpfs)" in done.stderr and len(done.stderr.splitlines()) <= 3, done.stderr
         assert not any(call.startswith("sbatch") for call in calls(tmp_path))
@@ -260,8 +257,7 @@ def test_a_full_disk_is_shown_afterwards(tmp_path: Path) -> None:
         mine = run(disk.path, job={"job_id": "5"}, status=status)
         disk.fill()
         for command in ("status", "explain"):
-            line = [sys.executable, "-m", "hpc_rl.cli", command, str(mine.path)]
-            done = subprocess.run(line, cwd=tmp_path, capture_output=True, text=True, timeout=600, check=False)
+            done = hpc_rl(command, str(mine.path), folder=tmp_path)
             assert "No space left on device" in done.stdout, (command, done.stdout, done.stderr)
             assert f"file system {disk.path} (tmpfs) has 0 bytes" in done.stdout, (command, done.stdout)
 
@@ -276,7 +272,7 @@ def listing(slurm: Path) -> Path:
 
 @pytest.mark.parametrize("command", [("submit", "torchrun"), ("sweep", "torchrun", "slurm.env.LR=1,2,3")])
 def test_the_nodes_are_listed_once(tmp_path: Path, listing: Path, command: Sequence[str]) -> None:
-    subprocess.run([sys.executable, "-m", "hpc_rl.cli", *command, "--", "train.py"], check=True, timeout=600)
+    hpc_rl(*command, "--", "train.py", check=True)
     assert [call.split()[0] for call in calls(tmp_path)].count("sinfo") == 1
     assert "#SBATCH --gpus-per-node=4\n" in next(tmp_path.glob("runs/**/job.sbatch")).read_text()
 
@@ -284,10 +280,10 @@ def test_the_nodes_are_listed_once(tmp_path: Path, listing: Path, command: Seque
 @pytest.mark.usefixtures("listing")
 def test_the_nodes_are_listed_once_for_all_stages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def notes_on(jobs: Sequence[Job], _local: bool) -> list[str]:
-        return [str(question.check(*question.arguments)) for job in jobs for question in partition(job)]
+        return [str(check(*arguments)) for job in jobs for check, *arguments in partition(job)]
 
     monkeypatch.setattr(chain, "notes_on", notes_on)
-    first = Request("sft", ("model.path=model", "data.train_files=x", "slurm.job_name=a"))
-    planned, _ = chain.plan([first, Request("sft", ("data.train_files=x", "slurm.job_name=b"))])
-    assert [stage.job.config.slurm.node.gpus for stage in planned] == [4, 4]
+    first = JobRequest("sft", ("model.path=model", "data.train_files=x", "slurm.job_name=a"))
+    planned, _ = chain.plan([first, JobRequest("sft", ("data.train_files=x", "slurm.job_name=b"))])
+    assert [job.config.slurm.node.gpus for job, _ in planned] == [4, 4]
     assert [call.split()[0] for call in calls(tmp_path)].count("sinfo") == 1

@@ -32,7 +32,7 @@ from hpc_rl.system import entries
 from hpc_rl.token_cache import cache
 from hpc_rl.token_cache import entry as entry_module
 from hpc_rl.token_cache.cache import Team, open_tokenized
-from hpc_rl.token_cache.entry import Files, Request
+from hpc_rl.token_cache.entry import Files, TokenizeRequest
 from hpc_rl.training.parallel import distributed
 from hpc_rl.training.parallel.distributed import World
 from hpc_rl.training.stopping import Stopped
@@ -105,9 +105,9 @@ def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "temporary"
 
 
-def request(file: Path, work: Any = tokenize) -> Request:
+def request(file: Path, work: Any = tokenize) -> TokenizeRequest:
     names = [str(file)]
-    return Request(Files(names, "train", state_of(names)), work, CHATS, "key", contents_of(names, "train"))
+    return TokenizeRequest(Files(names, "train", state_of(names)), work, CHATS, "key", contents_of(names, "train"))
 
 
 def load(
@@ -242,7 +242,7 @@ def test_an_entry_that_another_run_removes_is_written_again(
     """Two runs that find the same damage could each remove what the other has written. This ends after three times."""
     removed: list[Path] = []
 
-    def opened(asked: Request, entry: Path, share: Any) -> Any:
+    def opened(asked: TokenizeRequest, entry: Path, share: Any) -> Any:
         if len(removed) < times:
             entries.set_aside(entry)
             removed.append(entry)
@@ -446,7 +446,7 @@ def test_a_disk_that_is_really_full(
 
 def test_a_run_stops_while_it_tokenizes(file: Path, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cache, "_ROUND_S", 0)
-    with pytest.raises(Stopped, match=r"^stopped before the data was tokenized: submit again to continue$"):
+    with pytest.raises(Stopped, match=r"^stopped before the data was tokenized: nothing is saved yet$"):
         load(file, root, stopping=Stopping(at=2))
     assert not any(root.iterdir())
     with pytest.raises(AgreedRunError) as found:

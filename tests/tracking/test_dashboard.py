@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from hpc_rl.formats.usage import Gpu, NodeUsage, UsageSample
-from hpc_rl.tracking.dashboard import BLOCKS, Snapshot, printable, screen, sparkline
+from hpc_rl.tracking.dashboard import BLOCKS, RunSnapshot, printable, screen, sparkline
 from hpc_rl.tracking.timeline import new_timeline
 
 RECORDS = [
@@ -23,7 +23,7 @@ def node(rank: int, gpus: int = 8) -> NodeUsage:
     return NodeUsage(rank, f"gpu{rank:02}", "7", 64, 512.0, 0, 60, samples=(sample,) if rank != 1 else ())
 
 
-def shown(now: Snapshot, width: int = 100, height: int = 30) -> list[str]:
+def shown(now: RunSnapshot, width: int = 100, height: int = 30) -> list[str]:
     stream = io.StringIO()
     Console(file=stream, width=width, height=height, color_system=None).print(screen(now, width, height))
     return stream.getvalue().splitlines()
@@ -31,7 +31,7 @@ def shown(now: Snapshot, width: int = 100, height: int = 30) -> list[str]:
 
 def test_a_screen() -> None:
     log = [f"line {i}" for i in range(100)]
-    text = shown(Snapshot("ppo-1", "RUNNING", ["job 7", "gpu[00-01]"], RECORDS, [node(0), node(1)], log))
+    text = shown(RunSnapshot("ppo-1", "RUNNING", ["job 7", "gpu[00-01]"], RECORDS, [node(0), node(1)], log))
     assert text[0].startswith("ppo-1  RUNNING  job 7 · gpu[00-01]")
     assert "step 20 of 40" in text[1] and "50k tok/s" in text[1]
     (loss,) = [line for line in text if line.startswith("loss")]
@@ -45,7 +45,7 @@ def test_a_screen() -> None:
 @pytest.mark.parametrize(("width", "height"), [(40, 10), (80, 24), (200, 60)])
 def test_it_fits(width: int, height: int) -> None:
     for nodes in (0, 2, 64):
-        now = Snapshot(
+        now = RunSnapshot(
             "n" * 90, "RUNNING", ["x" * 90], RECORDS, [node(rank) for rank in range(nodes)], ["y" * 300] * 99
         )
         text = shown(now, width, height)
@@ -55,14 +55,14 @@ def test_it_fits(width: int, height: int) -> None:
 
 
 def test_a_run_that_waits() -> None:
-    text = shown(Snapshot("sft-1", "PENDING", ["Resources"], [], phase="waiting in the queue"))
+    text = shown(RunSnapshot("sft-1", "PENDING", ["Resources"], [], phase="waiting in the queue"))
     assert text[0] == "sft-1  PENDING  Resources" and text[1] == "waiting in the queue"
-    assert shown(Snapshot("sft-1", "FAILED", [], []))[1] == "no step completed"
+    assert shown(RunSnapshot("sft-1", "FAILED", [], []))[1] == "no step completed"
 
 
 def test_supervised_training_shows_gradient_norm_and_learning_rate_with_units() -> None:
     records = [{**record, "train/grad_norm": 0.5, "train/lr": 1e-5} for record in RECORDS]
-    text = "\n".join(shown(Snapshot("sft-1", "RUNNING", [], records)))
+    text = "\n".join(shown(RunSnapshot("sft-1", "RUNNING", [], records)))
     for name, value in (("loss", r"0\.2 +per token"), ("throughput", r"50k +tokens/s")):
         assert re.search(rf"{name} +{value} +[▁▂▃▄▅▆▇█]", text), name
     assert re.search(r"gradient norm +0\.5 ", text) and re.search(r"learning rate +1e-05 ", text)
@@ -70,9 +70,9 @@ def test_supervised_training_shows_gradient_norm_and_learning_rate_with_units() 
 
 def test_a_small_screen_has_fewer_curves() -> None:
     records = [{**record, "train/grad_norm": 0.5, "train/lr": 1e-5} for record in RECORDS]
-    text = "\n".join(shown(Snapshot("sft-1", "RUNNING", [], records), height=17))
+    text = "\n".join(shown(RunSnapshot("sft-1", "RUNNING", [], records), height=17))
     assert "loss" in text and "gradient norm" in text and "learning rate" in text and "throughput" not in text
-    assert "learning rate" not in "\n".join(shown(Snapshot("sft-1", "RUNNING", [], records), height=10))
+    assert "learning rate" not in "\n".join(shown(RunSnapshot("sft-1", "RUNNING", [], records), height=10))
 
 
 TIMELINE = new_timeline(
@@ -81,7 +81,7 @@ TIMELINE = new_timeline(
 
 
 def test_the_timeline_of_the_latest_step() -> None:
-    text = shown(Snapshot("ppo-1", "RUNNING", [], RECORDS, timeline=TIMELINE, log=["end"]), width=50)
+    text = shown(RunSnapshot("ppo-1", "RUNNING", [], RECORDS, timeline=TIMELINE, log=["end"]), width=50)
     at = next(index for index, line in enumerate(text) if line.startswith("step 20  "))
     assert [line.rstrip() for line in text[at : at + 4]] == [
         "step 20            0             12.5 s",
@@ -93,26 +93,26 @@ def test_the_timeline_of_the_latest_step() -> None:
 
 def test_a_small_screen_has_no_timeline() -> None:
     for height, is_there in ((17, True), (16, False)):
-        text = shown(Snapshot("ppo-1", "RUNNING", [], RECORDS, timeline=TIMELINE, log=["end"] * 99), height=height)
+        text = shown(RunSnapshot("ppo-1", "RUNNING", [], RECORDS, timeline=TIMELINE, log=["end"] * 99), height=height)
         assert any(line.startswith("generation") for line in text) == is_there
         assert len(text) <= height and sum("end" in line for line in text) >= 4
     for width, is_there in ((45, True), (44, False)):
-        text = shown(Snapshot("ppo-1", "RUNNING", [], RECORDS, timeline=TIMELINE), width=width)
+        text = shown(RunSnapshot("ppo-1", "RUNNING", [], RECORDS, timeline=TIMELINE), width=width)
         assert any(line.startswith("generation") for line in text) == is_there
     empty = new_timeline(20, 0.0, {})
-    assert shown(Snapshot("ppo-1", "RUNNING", [], RECORDS, timeline=empty)) == shown(
-        Snapshot("ppo-1", "RUNNING", [], RECORDS)
+    assert shown(RunSnapshot("ppo-1", "RUNNING", [], RECORDS, timeline=empty)) == shown(
+        RunSnapshot("ppo-1", "RUNNING", [], RECORDS)
     )
 
 
 def test_a_failed_run_is_explained() -> None:
-    text = shown(Snapshot("sft-1", "FAILED", [], RECORDS, explanation=["Out of memory", "  fix: less"], log=["end"]))
+    text = shown(RunSnapshot("sft-1", "FAILED", [], RECORDS, explanation=["Out of memory", "  fix: less"], log=["end"]))
     at = next(index for index, line in enumerate(text) if "why it failed" in line)
     assert "Out of memory" in text[at + 1] and "fix: less" in text[at + 2]
 
 
 def test_a_node_without_gpus() -> None:
-    text = "\n".join(shown(Snapshot("sft-1", "RUNNING", [], RECORDS, [node(0, gpus=0)])))
+    text = "\n".join(shown(RunSnapshot("sft-1", "RUNNING", [], RECORDS, [node(0, gpus=0)])))
     assert "gpu00" in text and "GPU" not in text
 
 

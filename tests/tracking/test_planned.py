@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from hpc_rl.tracking.recorded import read_run
 from hpc_rl.tracking.summary import run_summary
 
 EXPECTED = Expected(
-    "generation", 63.9, 76.0, 39.94, ["trainer.micro_tokens=4096"], "h100", 8, 7_000_000_000, 64, (1.25, 3.5)
+    "generation", 63.9, 76.0, 39.94, ["trainer.micro_tokens=4096"], "h100", 8, 7_000_000_000, 64, [1.25, 3.5]
 )
 OLDER = ("phase", "peak_gb", "usable_gb", "training_gb", "less")
 """What the first plans recorded."""
@@ -29,17 +30,17 @@ def run_with(tmp_path: Path, facts: dict[str, Any]) -> RunDir:
 
 
 def test_the_record_is_read_as_it_was_written(tmp_path: Path) -> None:
-    run = run_with(tmp_path, {"plan": json.loads(json.dumps(EXPECTED.as_dict()))})
+    run = run_with(tmp_path, {"plan": json.loads(json.dumps(asdict(EXPECTED)))})
     assert read_expected(run) == EXPECTED
 
 
 def test_a_plan_without_times(tmp_path: Path) -> None:
-    found = read_expected(run_with(tmp_path, {"plan": {name: EXPECTED.as_dict()[name] for name in OLDER}}))
+    found = read_expected(run_with(tmp_path, {"plan": {name: asdict(EXPECTED)[name] for name in OLDER}}))
     assert found == Expected("generation", 63.9, 76.0, 39.94, ["trainer.micro_tokens=4096"])
 
 
 @pytest.mark.parametrize(
-    "facts", [{}, {"plan": 3}, {"plan": {**EXPECTED.as_dict(), "peak_gb": None}}, {"plan": {"phase": "load"}}]
+    "facts", [{}, {"plan": 3}, {"plan": {**asdict(EXPECTED), "peak_gb": None}}, {"plan": {"phase": "load"}}]
 )
 def test_a_run_without_a_plan(tmp_path: Path, facts: dict[str, Any]) -> None:
     assert read_expected(run_with(tmp_path, facts)) is None
@@ -50,9 +51,9 @@ def test_the_report_has_both(tmp_path: Path) -> None:
         labels = run_summary(read_run(run_with(tmp_path, facts))).speeds
         return labels["Peak memory"], labels["Time per step"]
 
-    assert shown({"plan": EXPECTED.as_dict()}) == ("38.7 GB (plan: 39.9 GB)", "2 s (plan: 1.25 to 3.5 s)")
-    assert shown({"plan": {**EXPECTED.as_dict(), "step_s": [2.5, 2.5]}})[1] == "2 s (plan: 2.5 s)"
-    assert shown({"plan": {**EXPECTED.as_dict(), "training_gb": 0, "step_s": []}}) == ("38.7 GB", "2 s")
+    assert shown({"plan": asdict(EXPECTED)}) == ("38.7 GB (plan: 39.9 GB)", "2 s (plan: 1.25 to 3.5 s)")
+    assert shown({"plan": {**asdict(EXPECTED), "step_s": [2.5, 2.5]}})[1] == "2 s (plan: 2.5 s)"
+    assert shown({"plan": {**asdict(EXPECTED), "training_gb": 0, "step_s": []}}) == ("38.7 GB", "2 s")
     assert shown({}) == ("38.7 GB", "2 s")
 
 

@@ -12,7 +12,7 @@ from hpc_rl.tracking.timeline import (
     COLOURS,
     OTHER_COLOUR,
     PHASES,
-    Row,
+    PhaseRow,
     cells,
     named,
     new_timeline,
@@ -93,8 +93,8 @@ def test_a_file_that_cannot_be_read_is_no_timeline(tmp_path: Path) -> None:
 def test_rows() -> None:
     found = rows(new_timeline(7, 20.0, {"gen": [(0.0, 8.0), (14.0, 20.0)], "update_critic": [(11.6, 13.004)]}))
     assert found == [
-        Row("generation", 0, [(0.0, 40.0), (70.0, 30.0)], "14", "0 to 8 s, 14 to 20 s"),
-        Row("critic update", 9, [(58.0, 7.02)], "1.4", "11.6 to 13 s"),
+        PhaseRow("generation", 0, [(0.0, 40.0), (70.0, 30.0)], "14", "0 to 8 s, 14 to 20 s"),
+        PhaseRow("critic update", 9, [(58.0, 7.02)], "1.4", "11.6 to 13 s"),
     ]
     assert len({name for name, _ in PHASES.values()}) == len(PHASES)
 

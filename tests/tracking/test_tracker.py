@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import wandb
 
+from hpc_rl.config.compose import compose
 from hpc_rl.run_dir import RunDir
 from hpc_rl.tracking import wandb_run
 from hpc_rl.tracking.metrics import read_metrics
@@ -21,17 +22,10 @@ from hpc_rl.tracking.timeline import new_timeline, read_timeline
 from hpc_rl.tracking.tracker import Tracker
 
 
-def tracker(folder: Path, **changes: Any) -> Tracker:
-    given: dict[str, Any] = {
-        "loggers": ["console"],
-        "project": "p",
-        "name": "n",
-        "wandb_mode": "offline",
-        "wandb_proxy": None,
-        "wandb_id": None,
-        "is_main": True,
-    }
-    return Tracker(RunDir(folder), {"optim": {"lr": 1e-5}}, **given | changes)
+def tracker(folder: Path, wandb_id: str | None = None, is_main: bool = True, **changes: Any) -> Tracker:
+    given = {"trainer.wandb_mode": "offline", **{f"trainer.{name}": value for name, value in changes.items()}}
+    config: Any = compose("sft", ["model.path=m", "data.train_files=a"], given)
+    return Tracker(config, RunDir(folder), wandb_id, is_main)
 
 
 @pytest.fixture
@@ -107,7 +101,7 @@ def test_the_console_names_the_steps_that_it_leaves_out(tmp_path: Path, capsys: 
 
 
 def test_other_ranks_do_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    made = tracker(tmp_path, loggers=["console", "wandb"], is_main=False, wandb_id="kept")
+    made = tracker(tmp_path, logger=["console", "wandb"], is_main=False, wandb_id="kept")
     made.log(1, {"train/loss": 2.0}, total_steps=2)
     made.finish()
     assert list(tmp_path.iterdir()) == [] and capsys.readouterr().out == "" and made.wandb_id == "kept"
@@ -116,7 +110,7 @@ def test_other_ranks_do_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[st
 def test_offline_wandb_keeps_its_id_and_says_how_to_sync(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], no_key: None
 ) -> None:
-    made = tracker(tmp_path, loggers=["wandb"], wandb_id="abc123")
+    made = tracker(tmp_path, logger=["wandb"], wandb_id="abc123")
     made.log(1, {"train/loss": float("nan")}, total_steps=2)
     made.finish()
     line = capsys.readouterr().out.strip().splitlines()[-1]
@@ -135,7 +129,7 @@ def test_wandb_without_a_network_warns_and_goes_on(
     monkeypatch.setenv("WANDB_API_KEY", "0" * 40)
     proxy, asked = silent_proxy
     started = time.monotonic()
-    made = tracker(tmp_path, loggers=["wandb"], wandb_mode="online", wandb_proxy=proxy)
+    made = tracker(tmp_path, logger=["wandb"], wandb_mode="online", wandb_proxy=proxy)
     made.log(1, {"train/loss": 1.0}, total_steps=2)
     made.finish()
     assert time.monotonic() - started < 60
@@ -147,11 +141,11 @@ def test_wandb_without_a_network_warns_and_goes_on(
 
 
 def test_an_error_closes_the_tracker_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(ZeroDivisionError), tracker(tmp_path, loggers=["wandb"], wandb_mode="offline") as failing:
+    with pytest.raises(ZeroDivisionError), tracker(tmp_path, logger=["wandb"], wandb_mode="offline") as failing:
         failing.log(1, {"loss": 1.0}, 2)
         raise ZeroDivisionError
     assert capsys.readouterr().out.count("To upload the metrics: hpc-rl wandb sync") == 1
-    with tracker(tmp_path, loggers=["wandb"], wandb_mode="offline") as working:
+    with tracker(tmp_path, logger=["wandb"], wandb_mode="offline") as working:
         working.finish()
     assert capsys.readouterr().out.count("To upload the metrics") == 1
 

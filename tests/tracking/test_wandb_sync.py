@@ -20,12 +20,14 @@ KEY = "0123456789abcdef0123456789abcdef01234567"
 WRITER = """
 import os, sys, time
 from pathlib import Path
+from hpc_rl.config.compose import compose
 from hpc_rl.run_dir import RunDir
 from hpc_rl.tracking.tracker import Tracker
 
 folder, wandb_id, first, last, end = sys.argv[1:]
-tracker = Tracker(RunDir(Path(folder)), {"optim": {"lr": 1e-5}}, loggers=["wandb"], project="p", name="mine",
-                  wandb_mode="offline", wandb_proxy=None, wandb_id=wandb_id or None, is_main=True)
+words = ["model.path=m", "data.train_files=a", "trainer.logger=[wandb]", "trainer.project_name=p"]
+config = compose("sft", [*words, "trainer.wandb_mode=offline"])
+tracker = Tracker(config, RunDir(Path(folder)), wandb_id or None, is_main=True)
 for step in range(int(first), int(last) + 1):
     tracker.log(step, {"train/loss": 1 / step, **{f"many/{k}": k + step for k in range(40)}}, total_steps=100)
 if end == "finish":

@@ -150,7 +150,6 @@ def engine_problems(config: EngineJob) -> Iterator[str]:
 
 
 def _argument_problems(rollout: EngineConfig, engine: str) -> Iterator[str]:
-    """Yield a message for each argument of an engine that hpc-rl sets itself, or for which no GPUs are reserved."""
     spec, arguments = ENGINES[engine], _arguments(rollout)
     for name in (name for name in spec.own_arguments if name in arguments):
         yield (

@@ -32,11 +32,7 @@ def _is_table(value: Any) -> bool:
 
 
 def _weights(value: Mapping[Any, Any] | str) -> dict[str, float]:
-    """Return the weight of each file.
-
-    Raises:
-        ValueError: there is no file, one is named twice, or a weight is not a positive number.
-    """
+    """Return the weight of each file."""
     pairs = _parsed(value) if isinstance(value, str) else list(value.items())
     if not pairs:
         raise ValueError("name at least one data file")
@@ -58,11 +54,7 @@ def _weights(value: Mapping[Any, Any] | str) -> dict[str, float]:
 
 
 def _parsed(text: str) -> list[tuple[str, str]]:
-    """Return names and weights of `{NAME: WEIGHT, NAME: WEIGHT}`. Names may contain colons, as those on the hub do.
-
-    Raises:
-        ValueError: the text has another form.
-    """
+    """Return names and weights of `{NAME: WEIGHT, NAME: WEIGHT}`. Names may contain colons, as those on the hub do."""
     if not text.endswith("}"):
         raise ValueError(f"{text!r} has no closing brace: write {{FILE: WEIGHT, FILE: WEIGHT}}")
     entries = [entry for entry in text[1:-1].split(",") if entry.strip()]

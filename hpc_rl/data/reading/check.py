@@ -116,7 +116,6 @@ def _summary(file: str, rows: int, data: AnyData, unread: Mapping[str, int]) -> 
 
 
 def _effects(unused: Mapping[str, int], rows: int) -> Iterator[str]:
-    """Describe fields that the chat template does not render."""
     of = f" in the first {_MOST_ROWS:,} rows" if rows > _MOST_ROWS else ""
     for text in fields_without_effect(unused):
         yield f"{text}{of}: the chat template does not render them, or nothing reads them"
@@ -253,11 +252,7 @@ def _remarks(data: AnyData, folder: Path) -> list[str]:
 
 
 def _text_parts(row: Row, where: str, data: AnyData, folder: Path) -> list[Part]:
-    """Render a row without transformers.
-
-    Raises:
-        UserError: the folder has no chat template, or the template rejects the row.
-    """
+    """Render a row without transformers."""
     source, variables = _template(data, folder), _variables(row, where, folder)
     forms = forms_of(source)
 
@@ -295,7 +290,6 @@ def _chats(row: Row, data: AnyData, where: str) -> list[list[Message]]:
 
 
 def _variables(row: Row, where: str, folder: Path) -> dict[str, Any]:
-    """Return the variables of the template, without transformers."""
     added = extras(row, where)
     return {**template.special_tokens(folder), **added.variables, "tools": added.tools or None}
 

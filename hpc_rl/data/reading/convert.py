@@ -11,7 +11,7 @@ from hpc_rl.config.training.preferences import PreferenceDataConfig
 from hpc_rl.config.training.sft import DataConfig
 from hpc_rl.data.reading.formats import Row
 from hpc_rl.data.reading.row_checks import AnyData, check_row
-from hpc_rl.data.reading.shapes import SHAPES, Shape, Unlike, shape_of
+from hpc_rl.data.reading.shapes import SHAPES, RowShape, Unlike, shape_of
 from hpc_rl.data.reading.sources import all_rows
 from hpc_rl.errors import UserError
 from hpc_rl.system.files import write_jsonl
@@ -26,7 +26,7 @@ class Converted:
     """Rows from which there is nothing to learn."""
     name: str
     """The name of the shape."""
-    shape: Shape
+    shape: RowShape
 
 
 def convert(file: str, output: Path, name: str | None = None) -> Converted:
@@ -56,7 +56,7 @@ def convert(file: str, output: Path, name: str | None = None) -> Converted:
     return Converted(rows, len(left_out), name, shape)
 
 
-def _rows(file: str, name: str, shape: Shape, left_out: list[str]) -> Iterator[Row]:
+def _rows(file: str, name: str, shape: RowShape, left_out: list[str]) -> Iterator[Row]:
     data, is_empty = _reader(shape), True
     for row, where in all_rows([file], "train"):
         if not shape.matches(row):
@@ -76,8 +76,7 @@ def _rows(file: str, name: str, shape: Shape, left_out: list[str]) -> Iterator[R
         raise UserError(f"{file}: there is nothing to learn from any row (shape {name})")
 
 
-def _reader(shape: Shape) -> AnyData:
-    """Return the options that read the converted rows."""
+def _reader(shape: RowShape) -> AnyData:
     files = ["converted"]
     if shape.kind == "ppo":
         return PromptDataConfig(train_files=files)

@@ -29,7 +29,7 @@ _CHATS = ("conversations", "conversation", "messages")
 
 
 @dataclass(frozen=True)
-class Shape:
+class RowShape:
     """A shape of rows."""
 
     columns: str
@@ -219,47 +219,47 @@ def _has(*names: str) -> Callable[[Row], bool]:
     return lambda row: all(name in row for name in names)
 
 
-SHAPES: dict[str, Shape] = {
-    "verl": Shape(
+SHAPES: dict[str, RowShape] = {
+    "verl": RowShape(
         "`data_source`, `prompt`, `reward_model` with `ground_truth` (verl's parquet for RL)", _is_verl, _verl, "ppo",
         "`messages`, `answer`, and all others for the reward function",
     ),
-    "openai-preference": Shape(
+    "openai-preference": RowShape(
         "`input` with `messages`, `preferred_output`, `non_preferred_output`", _is_openai_pair, _openai_pair, "dpo",
         "`prompt`, `chosen`, `rejected`, `tools`",
     ),
-    "sharegpt-pair": Shape(
+    "sharegpt-pair": RowShape(
         "`conversations` of `from` and `value`, `chosen`, `rejected`",
         lambda row: _sharegpt_column(row) is not None and _has("chosen", "rejected")(row), _sharegpt, "dpo",
         "`prompt`, `chosen`, `rejected`",
     ),
-    "sharegpt-label": Shape(
+    "sharegpt-label": RowShape(
         "`conversations` of `from` and `value`, `kto_tag`",
         lambda row: _sharegpt_column(row) is not None and "kto_tag" in row, _sharegpt, "dpo",
         "`response` (a whole chat), `label`", "data.label_key=label algorithm.loss=kto",
     ),
-    "sharegpt": Shape(
+    "sharegpt": RowShape(
         "`conversations` of `from` and `value`, also with `system` and `tools`",
         lambda row: _sharegpt_column(row) is not None, _sharegpt, "sft",
         "`messages`; rows in which nobody answers are left out",
     ),
-    "ultrafeedback": Shape(
+    "ultrafeedback": RowShape(
         "`instruction`, `completions` with `response` and scores", _is_ultrafeedback, _ultrafeedback, "dpo",
         "`prompt`, `chosen` (the best), `rejected` (the worst), `margin`; rows with equal scores are left out",
     ),
-    "hh": Shape(
+    "hh": RowShape(
         "`chosen`, `rejected`, as text with `Human:` and `Assistant:`", _is_hh, _hh, "dpo",
         "`prompt`, `chosen`, `rejected`",
     ),
-    "kto": Shape(
+    "kto": RowShape(
         "`prompt`, `completion`, `label`", _has("prompt", "completion", "label"), _kto, "dpo",
         "`prompt`, `response`, `label`", "data.label_key=label algorithm.loss=kto",
     ),
-    "alpaca": Shape(
+    "alpaca": RowShape(
         "`instruction`, `input` (or `context`), `output` (or `response`), also with `system` and `history`",
         _is_alpaca, _alpaca, "sft", "`messages`; the prompt is the instruction, an empty line, and the input",
     ),
-    "prompt-completion": Shape(
+    "prompt-completion": RowShape(
         "`prompt`, `completion`, as text or messages", _has("prompt", "completion"), _completion, "sft",
         "`messages`; only the completion carries loss",
     ),

@@ -63,7 +63,7 @@ class DataSet:
 
 
 @dataclass(frozen=True)
-class Order:
+class WindowOrder:
     """A window to write."""
 
     path: Path
@@ -86,7 +86,7 @@ class Alive(NamedTuple):
     """Rows arrive."""
 
 
-class Failed(NamedTuple):
+class HubFailed(NamedTuple):
     """The hub has failed, and is asked again."""
 
     reason: str
@@ -101,7 +101,7 @@ class Written(NamedTuple):
     """The place after its last row."""
 
 
-Message = Pinned | Alive | Failed | Written | UserError
+Message = Pinned | Alive | HubFailed | Written | UserError
 
 
 class Stream:
@@ -168,7 +168,7 @@ class Stream:
                 if not is_temporary(error):
                     raise UserError(f"cannot read {self._data.name} from {hub_address()}: {reason}") from error
                 print(f"warning: {hub_address()} failed ({reason}); trying again", file=sys.stderr, flush=True)
-                self._report(Failed(reason))
+                self._report(HubFailed(reason))
                 time.sleep(wait_s)
                 wait_s = min(2 * wait_s, _LONGEST_WAIT_S)
         self.row += len(found)
@@ -232,7 +232,6 @@ def _opened(data: DataSet, commit: str) -> IterableDataset:
 
 
 def _reason(error: BaseException) -> str:
-    """Return what an error states, in one line."""
     return " ".join(str(error).split())[:300] or type(error).__name__
 
 
@@ -250,7 +249,7 @@ def is_temporary(error: BaseException) -> bool:
     return False
 
 
-def write_window(stream: Stream, order: Order) -> Written:
+def write_window(stream: Stream, order: WindowOrder) -> Written:
     """Write a window.
 
     Raises:
@@ -287,7 +286,7 @@ class _Repeated(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         """Report the error that is being handled, or else the text of the log."""
         error = sys.exception()
-        self._report(Failed(_reason(error) if error is not None else record.getMessage()))
+        self._report(HubFailed(_reason(error) if error is not None else record.getMessage()))
 
 
 def serve(fd: int) -> None:

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from hpc_rl.data.reading.formats import Row, read_some
 from hpc_rl.data.reading.sources import BLOCK_ROWS, chunks
-from hpc_rl.data.reading.stream import Alive, Cursor, DataSet, Failed, Order, Pinned, Written
+from hpc_rl.data.reading.stream import Alive, Cursor, DataSet, HubFailed, Pinned, WindowOrder, Written
 from hpc_rl.errors import RunError, UserError
 from hpc_rl.formats.hub import hub_address
 from hpc_rl.system.files import replace_synced, writing
@@ -130,7 +130,7 @@ class WindowReader:
             cache = self._folder / ".cache"
             self._process.send(DataSet(self.log.name, self._split, self._columns, self.log.commit, cache))
         file = rows_file(self._folder, window)
-        self._process.send(Order(file, place * self.log.rows, self.log.rows, cursor))
+        self._process.send(WindowOrder(file, place * self.log.rows, self.log.rows, cursor))
 
     def look(self, window: int) -> bool:
         """Wait up to a second for a window that is needed now; return whether it is there.
@@ -178,7 +178,7 @@ class WindowReader:
             except ProcessLost:
                 self.close()
                 raise
-            if isinstance(found, Failed):
+            if isinstance(found, HubFailed):
                 self._failure = found.reason
                 continue
             self._heard_at = time.monotonic()

@@ -16,7 +16,7 @@ from typing import Any
 
 from hpc_rl.data.templates.messages import REASONING
 from hpc_rl.data.templates.template import marks_generation, render_marked, render_plainly
-from hpc_rl.data.templates.turn_ends import End, Ends, TextOf, common_length, find_ends
+from hpc_rl.data.templates.turn_ends import Ends, TextOf, TurnEnd, common_length, find_ends
 from hpc_rl.errors import UserError
 
 _NEAR = 16
@@ -68,7 +68,7 @@ class _Turn:
     """Where the turn begins in it."""
     body: str
     """What the model writes, without the token that ends the turn."""
-    end: End | None
+    end: TurnEnd | None
 
     @property
     def written(self) -> str:
@@ -157,7 +157,7 @@ def _turn(text_of: TextOf, messages: Sequence[dict[str, Any]], index: int, full:
     return turn
 
 
-def _ends_with(text: str, end: End, start: int) -> bool:
+def _ends_with(text: str, end: TurnEnd, start: int) -> bool:
     closing = end.token + end.rest
     return text.endswith(closing) and len(text) - len(closing) >= start
 
@@ -171,7 +171,7 @@ def _replaced(message: dict[str, Any], keep_calls: bool = False) -> dict[str, An
     return {"role": message["role"], "content": other, **calls}
 
 
-def _with_thinking(text: str, before: str, message: dict[str, Any], ends: Sequence[End]) -> str:
+def _with_thinking(text: str, before: str, message: dict[str, Any], ends: Sequence[TurnEnd]) -> str:
     """Return a conversation with the thinking of its last turn behind the generation prompt, if that opens it, but the
     template removes it from the turn, or opens it twice."""
     content = message.get("content")
@@ -235,11 +235,7 @@ def _composed(
 
 
 def _end_in(later: str, replaced: str, turn: _Turn, where: str) -> int:
-    """Return where a turn ends in a later state of the conversation, which may have it in another form.
-
-    Args:
-        replaced: the later state if the turn had another content.
-    """
+    """Return where a turn ends in a later state of the conversation, which may have it in another form."""
     end = len(later) - common_length(later[::-1], replaced[::-1])
     same = common_length(turn.text[: turn.start], later)
     if min(same, end) < turn.start - turn.prompt:

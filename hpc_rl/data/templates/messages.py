@@ -200,7 +200,6 @@ def _content(message: Message, where: str) -> str | None:
 
 
 def _part(part: Any, where: str) -> str:
-    """Return the text of one part of a content that is a list."""
     if isinstance(part, str):
         return part
     if isinstance(part, Mapping):
@@ -280,7 +279,6 @@ def _tools(value: Any, key: str, where: str) -> list[dict[str, Any]]:
 
 
 def _tool(tool: Any, key: str, where: str) -> dict[str, Any]:
-    """Return the schema of a tool in the form of chat templates."""
     if isinstance(tool, dict) and isinstance(tool.get("function"), dict):
         return {"type": "function", **tool}
     if not isinstance(tool, dict) or not isinstance(tool.get("name"), str):

@@ -24,7 +24,7 @@ _RESULT = {"role": "tool", "content": "Result.", "name": "x", "tool_call_id": _C
 
 
 @dataclass(frozen=True)
-class End:
+class TurnEnd:
     """The end of one kind of turn."""
 
     token: str
@@ -43,11 +43,11 @@ class End:
 class Ends:
     """The ends of a template's turns. None: a turn ends with no token."""
 
-    answer: End | None
-    call: End | None
+    answer: TurnEnd | None
+    call: TurnEnd | None
     """Of a turn that calls tools. None too if the template cannot render one."""
 
-    def of(self, message: Mapping[str, Any]) -> list[End]:
+    def of(self, message: Mapping[str, Any]) -> list[TurnEnd]:
         """Return the possible ends of a message of the assistant, the most likely one first."""
         ends = [self.call, self.answer] if message.get("tool_calls") else [self.answer, self.call]
         return [end for end in ends if end is not None]
@@ -69,7 +69,7 @@ def find_ends(text_of: TextOf, added: Mapping[str, bool], bos_token: str | None 
     names = _pattern(added)
     special = _pattern([token for token, is_special in added.items() if is_special])
 
-    def end_of(turn: dict[str, Any], following: dict[str, Any], is_call: bool) -> End | None:
+    def end_of(turn: dict[str, Any], following: dict[str, Any], is_call: bool) -> TurnEnd | None:
         for form in (str, _as_parts):  # some templates render lists of parts only
             closed = _behind(text_of, [_ASKED, turn], form)
             if closed is not None:
@@ -104,7 +104,7 @@ def _behind(text_of: TextOf, messages: list[dict[str, Any]], form: Callable[[str
     return behind if written else None
 
 
-def _end(closed: str, inside: str, patterns: Sequence[re.Pattern[str]], bos_token: str | None) -> End | None:
+def _end(closed: str, inside: str, patterns: Sequence[re.Pattern[str]], bos_token: str | None) -> TurnEnd | None:
     """Return the end that a turn has.
 
     Args:
@@ -118,12 +118,12 @@ def _end(closed: str, inside: str, patterns: Sequence[re.Pattern[str]], bos_toke
         if found := last or [*pattern.finditer(closed)][:1]:
             token, lead, rest = found[0][0], closed[: found[0].start()], closed[found[0].end() :]
             other = pattern.search(inside)
-            return End(token, lead, rest, inner="" if last or other is None else other[0])
+            return TurnEnd(token, lead, rest, inner="" if last or other is None else other[0])
     if inside.startswith(closed):
         for pattern in patterns:
             other = pattern.match(inside, len(closed))
             if other is not None and other[0] != bos_token:
-                return End(other[0], follows=True)
+                return TurnEnd(other[0], follows=True)
     return None
 
 

@@ -79,7 +79,6 @@ def _plain(inputs: list[torch.Tensor], window: int | None, scale: float | None) 
 
 
 def _with_gradients(out: torch.Tensor, inputs: list[torch.Tensor]) -> list[torch.Tensor]:
-    """Return the output and the gradients of a weighted sum of it."""
     weights = torch.linspace(-1, 1, out.numel(), dtype=torch.float32).view(out.shape)
     (out * weights.to(out.device, out.dtype)).sum().backward()
     return [out.detach(), *(x.grad for x in inputs if x.grad is not None)]

@@ -49,7 +49,6 @@ class Layout:
 
     @classmethod
     def here(cls, device: str, nodes: int, processes: int) -> Layout:
-        """Return the layout of this job, with the packages of this Python."""
         wanted = {"liger_kernel", "ray", "tensordict", *(spec.package for spec in ENGINES.values() if spec.package)}
         found = frozenset(name for name in wanted if importlib.util.find_spec(name) is not None)
         return cls(device, nodes, processes, found)

@@ -17,7 +17,7 @@ from functools import partial
 import torch
 
 from hpc_rl.probes.acceptance.bench import Bench
-from hpc_rl.probes.acceptance.session import Session, attempt, error_file, function_of, parse, words_of
+from hpc_rl.probes.acceptance.session import CheckSession, attempt, error_file, function_of, parse, words_of
 from hpc_rl.probes.acceptance.table import rows
 from hpc_rl.training.parallel import distributed
 from hpc_rl.training.parallel.distributed import World
@@ -38,7 +38,7 @@ def main(argv: Sequence[str]) -> None:
     distributed.finish()
 
 
-def run(session: Session) -> None:
+def run(session: CheckSession) -> None:
     from transformers.utils import logging
 
     logging.disable_progress_bar()

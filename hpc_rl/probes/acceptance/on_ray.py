@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from functools import partial
 
 from hpc_rl.probes.acceptance.bench import Bench
-from hpc_rl.probes.acceptance.session import Session, attempt, function_of, parse, words_of
+from hpc_rl.probes.acceptance.session import CheckSession, attempt, function_of, parse, words_of
 
 
 def main(argv: Sequence[str]) -> None:
@@ -22,7 +22,7 @@ def main(argv: Sequence[str]) -> None:
     run(session, Bench.here(session.layout, session.folder))
 
 
-def run(session: Session, bench: Bench) -> None:
+def run(session: CheckSession, bench: Bench) -> None:
     for row in session.left("ray"):
         began = time.monotonic()
         session.begin(row)

@@ -16,11 +16,11 @@ from typing import Any
 from hpc_rl.errors import UserError
 from hpc_rl.formats.acceptance import Launcher, Line, append, read, unfinished
 from hpc_rl.probes.acceptance.bench import Layout, Skip
-from hpc_rl.probes.acceptance.table import Row, rows
+from hpc_rl.probes.acceptance.table import CheckRow, rows
 
 
 @dataclass(frozen=True)
-class Session:
+class CheckSession:
     """The checks of one launcher that are left."""
 
     layout: Layout
@@ -33,21 +33,21 @@ class Session:
         known = {line.name for line in read(self.results)}
         append(self.results, [row.line() for row in rows(self.layout) if row.name not in known])
 
-    def left(self, launcher: Launcher) -> list[Row]:
+    def left(self, launcher: Launcher) -> list[CheckRow]:
         """Return the rows that have not ended."""
         names = {line.name for line in unfinished(read(self.results), launcher)}
         return [row for row in rows(self.layout) if row.name in names]
 
-    def begin(self, row: Row) -> None:
+    def begin(self, row: CheckRow) -> None:
         """Write that a check has started."""
         self._write(Line(**{**row.line().__dict__, "state": "started"}))
 
-    def end(self, row: Row, outcome: tuple[str, str], seconds: float) -> None:
+    def end(self, row: CheckRow, outcome: tuple[str, str], seconds: float) -> None:
         """Write how a check ended."""
         state, found = outcome
         self._write(row.line().ended(state, found, seconds))  # type: ignore[arg-type]
 
-    def blocked(self, row: Row) -> str | None:
+    def blocked(self, row: CheckRow) -> str | None:
         """Return why a check cannot run after what has failed, or None."""
         states = {line.name: line.state for line in read(self.results)}
         return f"needs the check {row.after!r}, which failed" if states.get(row.after) == "failed" else None
@@ -56,7 +56,7 @@ class Session:
         append(self.results, [line])
 
 
-def parse(argv: Sequence[str]) -> Session:
+def parse(argv: Sequence[str]) -> CheckSession:
     """Read the command line that `hpc_rl.node.health.train` writes."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--device", required=True)
@@ -66,10 +66,10 @@ def parse(argv: Sequence[str]) -> Session:
     parser.add_argument("--folder", type=Path, required=True)
     options = parser.parse_args(argv)
     layout = Layout.here(options.device, options.nodes, options.processes)
-    return Session(layout, options.results, options.folder)
+    return CheckSession(layout, options.results, options.folder)
 
 
-def function_of(row: Row) -> Callable[..., str]:
+def function_of(row: CheckRow) -> Callable[..., str]:
     """Return the function of a row."""
     module, _, name = row.case.function.partition(":")
     found: Callable[..., str] = getattr(importlib.import_module(f"{__package__}.{module}"), name)

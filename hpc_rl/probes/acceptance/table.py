@@ -73,22 +73,19 @@ def for_where(layout: Layout, where: str) -> str | None:
     return two_on_a_node(layout, where) if where == WITHIN else two_nodes(layout, where)
 
 
-def ray(layout: Layout, _variant: str) -> str | None:
-    missing = sorted({"ray", "tensordict"} - layout.packages)
-    return f"not installed: {', '.join(missing)}" if missing else None
+def installed(*packages: str) -> Need:
+    """Return the need for packages, by the names with which they are imported."""
 
+    def missing(layout: Layout, _variant: str) -> str | None:
+        names = sorted({*packages} - layout.packages)
+        return f"not installed: {', '.join(names).replace('_', '-')}" if names else None
 
-def liger(layout: Layout, _variant: str) -> str | None:
-    return None if "liger_kernel" in layout.packages else "not installed: liger-kernel"
-
-
-def vllm(layout: Layout, _variant: str) -> str | None:
-    return None if "vllm" in layout.packages else "not installed: vllm"
+    return missing
 
 
 def engine(layout: Layout, variant: str) -> str | None:
     package = ENGINES[variant].package
-    return f"not installed: {package}" if package and package not in layout.packages else None
+    return installed(package)(layout, variant) if package else None
 
 
 def placing_of(layout: Layout, variant: str) -> Placing:
@@ -168,6 +165,7 @@ def _after_placing(variant: str) -> str:
 
 
 TENSOR_PARALLEL = "tensor parallel "
+_RAY, _VLLM = installed("ray", "tensordict"), installed("vllm")
 _NUMBERS = "training gives wrong results with this setting"
 _REPORT = "report it with this text"
 
@@ -272,7 +270,7 @@ CHECKS: tuple[Case, ...] = (
         launcher="torchrun",
         meaning="the kernels of Liger fail or give wrong results",
         setting="model.use_liger=false",
-        needs=(gpus, liger),
+        needs=(gpus, installed("liger_kernel")),
     ),
     Case(
         name="log-probabilities",
@@ -281,7 +279,7 @@ CHECKS: tuple[Case, ...] = (
         meaning="the rollout engine and the trainer compute different probabilities from the same weights",
         setting="algorithm.tis_cap=2, rollout.dtype=float32, or another rollout.name",
         variants=engines,
-        needs=(ray, engine),
+        needs=(_RAY, engine),
         deadline_s=900,
     ),
     Case(
@@ -291,7 +289,7 @@ CHECKS: tuple[Case, ...] = (
         meaning="the rollout engine does not receive the weights of the trainer",
         setting="pools.spec and rollout.name, with a placement that passed",
         variants=lambda layout: [placing.name for placing in placings(layout)],
-        needs=(ray, engine_of_placing),
+        needs=(_RAY, engine_of_placing),
         covers=lambda layout, variant: placing_of(layout, variant).covers(),
         after=_after_placing,
         deadline_s=900,
@@ -302,7 +300,7 @@ CHECKS: tuple[Case, ...] = (
         launcher="ray",
         meaning="vllm does not release its GPU memory while the trainer uses it",
         setting="pools.spec, with separate GPUs for the engine",
-        needs=(gpus, ray, vllm),
+        needs=(gpus, _RAY, _VLLM),
         after=lambda _variant: "log-probabilities (vllm)",
         deadline_s=900,
     ),
@@ -313,7 +311,7 @@ CHECKS: tuple[Case, ...] = (
         meaning="vllm cannot split a model over several GPUs, or a split model has other probabilities",
         setting="rollout.tensor_parallel_size=1; slurm.env.NCCL_P2P_DISABLE=1 if vllm stops at its start",
         variants=parallel_variants,
-        needs=(ray, vllm, enough_for_parallel),
+        needs=(_RAY, _VLLM, enough_for_parallel),
         covers=covers_parallel,
         deadline_s=900,
     ),
@@ -324,7 +322,7 @@ CHECKS: tuple[Case, ...] = (
         meaning="vllm cannot compile the model, or what it has compiled does not run on the GPUs of another engine",
         setting="rollout.engine_kwargs.enforce_eager=true",
         variants=lambda _layout: [f"{TENSOR_PARALLEL}{size}" for size in (1, 2)],
-        needs=(gpus, ray, vllm, enough_for_compiled),
+        needs=(gpus, _RAY, _VLLM, enough_for_compiled),
         covers=covers_compiled,
         after=lambda _variant: "log-probabilities (vllm)",
         deadline_s=1800,
@@ -335,14 +333,14 @@ CHECKS: tuple[Case, ...] = (
         launcher="ray",
         meaning="a step of reinforcement learning fails on a model of 0.6 billion parameters",
         setting="a lower trainer.micro_tokens, or pools.spec with separate GPUs for the engine",
-        needs=(ray,),
+        needs=(_RAY,),
         deadline_s=900,
     ),
 )
 
 
 @dataclass(frozen=True)
-class Row:
+class CheckRow:
     """A row of the table for one variant."""
 
     case: Case
@@ -370,11 +368,11 @@ class Row:
         return replace(planned, covers=tuple(map(str, self.covers)))
 
 
-def rows(layout: Layout, checks: Sequence[Case] = CHECKS) -> list[Row]:
+def rows(layout: Layout, checks: Sequence[Case] = CHECKS) -> list[CheckRow]:
     """Return the rows of a layout, in the order in which they run."""
     found = []
     for case in checks:
         for variant in case.variants(layout):
             reason = next((reason for need in case.needs if (reason := need(layout, variant))), None)
-            found.append(Row(case, variant, reason, () if reason else case.covers(layout, variant)))
+            found.append(CheckRow(case, variant, reason, () if reason else case.covers(layout, variant)))
     return found

@@ -30,7 +30,7 @@ WARM_UP, MEASURED = 3, 3
 
 
 @dataclass(frozen=True)
-class Measured:
+class FirstSteps:
     """The first steps of a run."""
 
     losses: list[float]
@@ -48,21 +48,6 @@ def make_models(bench: Bench, world: World, _variant: str) -> str:
     return f"{' and '.join(sizes)}, with random weights, in the temporary folder of each node"
 
 
-def loss_and_gradients(bench: Bench, world: World, _variant: str) -> str:
-    """Compare the loss and the gradients on the device with those in float32 on one CPU."""
-    return _compared(bench, world, "default", {})
-
-
-def packing(bench: Bench, world: World, _variant: str) -> str:
-    """Compare single samples with the reference, which packs them."""
-    return _compared(bench, world, "single-samples", {"trainer.packing": False})
-
-
-def recomputation(bench: Bench, world: World, _variant: str) -> str:
-    """Compare a run that recomputes activations with the reference."""
-    return _compared(bench, world, "recomputation", {"model.enable_gradient_checkpointing": True})
-
-
 def sharding(bench: Bench, world: World, mode: str) -> str:
     """Compare a mode of sharding with the reference, which is not sharded."""
     return _compared(bench, world, f"sharding-{mode}", {"trainer.sharding": mode})
@@ -73,16 +58,6 @@ def sequence_parallel(bench: Bench, world: World, size: str) -> str:
     micro_tokens = bench.sft().trainer.micro_tokens // int(size)
     changes = {"trainer.sequence_parallel": int(size), "trainer.micro_tokens": micro_tokens}
     return _compared(bench, world, f"sequence-parallel-{size}", changes)
-
-
-def compiled(bench: Bench, world: World, _variant: str) -> str:
-    """Compare compiled layers with the reference."""
-    return _compared(bench, world, "compiled", {"model.use_torch_compile": True})
-
-
-def liger(bench: Bench, world: World, _variant: str) -> str:
-    """Compare the kernels of Liger with the reference."""
-    return _compared(bench, world, "liger", {"model.use_liger": True})
 
 
 def resume(bench: Bench, world: World, _variant: str) -> str:
@@ -137,7 +112,7 @@ def speed_text(metrics: Mapping[str, float], mfu: str, processes: int) -> str:
     )
 
 
-def difference(found: Measured, expected: Measured) -> tuple[float, float]:
+def difference(found: FirstSteps, expected: FirstSteps) -> tuple[float, float]:
     """Return the largest relative differences of (losses, gradients); the norms of all steps count as gradients."""
     losses = worst(map(_relative, found.losses, expected.losses))
     norms = worst(map(_relative, found.norms, expected.norms))
@@ -146,7 +121,7 @@ def difference(found: Measured, expected: Measured) -> tuple[float, float]:
     return losses, worst([norms, (apart / whole) ** 0.5])
 
 
-def measure(config: SftConfig, run: RunDir, world: World) -> Measured:
+def measure(config: SftConfig, run: RunDir, world: World) -> FirstSteps:
     """Take the first steps of a run with the product's trainer."""
     state = trainer.load(config, run, world)
     gradients: dict[str, torch.Tensor] = {}
@@ -160,15 +135,11 @@ def measure(config: SftConfig, run: RunDir, world: World) -> Measured:
     steps = [_step(state) for _ in range(STEPS)]
     state.tracker.finish(0)
     losses, norms = ([metrics[f"train/{key}"] for metrics in steps] for key in ("loss", "grad_norm"))
-    return Measured(losses, norms, gradients)
+    return FirstSteps(losses, norms, gradients)
 
 
 def _compared(bench: Bench, world: World, name: str, changes: Mapping[str, Any]) -> str:
-    """Take steps with some keys changed.
-
-    Raises:
-        Failed: they differ from the reference by more than rounding explains.
-    """
+    """Take steps with some keys changed."""
     expected = _reference(bench, world)
     found = measure(bench.sft(changes), _run_dir(bench, world, name), world)
     losses, gradients = difference(found, expected)
@@ -179,21 +150,24 @@ def _compared(bench: Bench, world: World, name: str, changes: Mapping[str, Any])
     return text
 
 
-def _reference(bench: Bench, world: World) -> Measured:
-    """Return the same steps in float32 on one CPU. Every rank computes them alone."""
+def _comparing(name: str, changes: Mapping[str, Any]) -> Callable[[Bench, World, str], str]:
+    return lambda bench, world, _variant: _compared(bench, world, name, changes)
 
-    def compute() -> Measured:
+
+loss_and_gradients = _comparing("default", {})
+packing = _comparing("single-samples", {"trainer.packing": False})
+recomputation = _comparing("recomputation", {"model.enable_gradient_checkpointing": True})
+compiled = _comparing("compiled", {"model.use_torch_compile": True})
+liger = _comparing("liger", {"model.use_liger": True})
+
+
+def _reference(bench: Bench, world: World) -> FirstSteps:
+    """Return the same steps in float32 on one CPU. Every rank computes them alone."""
+    if "reference" not in bench.memory:
         alone = World(rank=0, size=1, device=torch.device("cpu"))
         config = bench.sft().updated("trainer.device", "cpu")
-        return measure(config, _run_dir(bench, world, f"reference-{world.rank}"), alone)
-
-    return _kept(bench, "reference", compute)
-
-
-def _kept(bench: Bench, name: str, compute: Callable[[], Measured]) -> Measured:
-    if name not in bench.memory:
-        bench.memory[name] = compute()
-    found: Measured = bench.memory[name]
+        bench.memory["reference"] = measure(config, _run_dir(bench, world, f"reference-{world.rank}"), alone)
+    found: FirstSteps = bench.memory["reference"]
     return found
 
 

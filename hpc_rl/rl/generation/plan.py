@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 
 from hpc_rl.config.rl.generate import GenerateConfig
-from hpc_rl.data.lazy import Rows, Subsequence
+from hpc_rl.data.lazy import LazyRows, Subsequence
 from hpc_rl.data.prompts import Prompt
 from hpc_rl.system.files import folder_state
 
@@ -42,7 +42,7 @@ class Asked:
     prompt: Prompt
 
 
-class Placed(Rows[Asked]):
+class Placed(LazyRows[Asked]):
     """The prompts of all sources, each with its place."""
 
     def __init__(self, sources: Sequence[Source]) -> None:
@@ -53,7 +53,6 @@ class Placed(Rows[Asked]):
         return self._ends[-1]
 
     def row(self, index: int) -> Asked:
-        """See `Rows.row`."""
         number = bisect_right(self._ends, index)
         source, place = self._sources[number], index - self._ends[number] + len(self._sources[number].prompts)
         return Asked(source.name, place, index, source.prompts[place])

@@ -16,7 +16,7 @@ from hpc_rl.rl.rollout.rollout import CLOSE_TIMEOUT_S
 from hpc_rl.run_dir import RunDir
 from hpc_rl.tracking.evaluations import evaluation_text, result_metrics
 from hpc_rl.tracking.page.report import failure_reported
-from hpc_rl.tracking.tracker import Tracker, open_tracker
+from hpc_rl.tracking.tracker import Tracker
 from hpc_rl.training.stopping import Stopped
 
 
@@ -38,7 +38,7 @@ def run_generation(config: GenerateConfig, run: RunDir, logs: Path) -> int:
             except Stopped as stopped:
                 print(stopped, flush=True)
                 return EXIT_STOPPED
-            tracker = recording.enter_context(open_tracker(config, run, None, is_main=True))
+            tracker = recording.enter_context(Tracker(config, run, None, is_main=True))
             code = 0 if prepared.parts.is_joined else _generate(config, prepared, logs, tracker)
         if code == 0:
             print(f"responses: {run.responses}", flush=True)

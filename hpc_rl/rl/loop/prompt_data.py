@@ -16,7 +16,7 @@ from hpc_rl.data.tokenized import Tokenize, Unstorable
 from hpc_rl.errors import UserError
 from hpc_rl.run_dir import RunDir, trusted_group
 from hpc_rl.token_cache.cache import Unwritable, folder_of, open_kept
-from hpc_rl.token_cache.entry import Files, Request
+from hpc_rl.token_cache.entry import Files, TokenizeRequest
 from hpc_rl.training.parallel.distributed import ONE_PROCESS
 from hpc_rl.training.stopping import Stopping
 
@@ -80,7 +80,9 @@ class PromptLoader:
             raise Unstorable("the tokenizer has no fast version (tokenizer.json), so a change would not be noticed")
         state, contents = state_of(files), contents_of(files, split, self._tokenizer.get_chat_template())
         key = key_of(files, split, self._config.data, self._tokenizer_text, self._tools)
-        request = Request(Files(files, split, state), tokenize, Prompts(self._config.data.answer_key), key, contents)
+        request = TokenizeRequest(
+            Files(files, split, state), tokenize, Prompts(self._config.data.answer_key), key, contents
+        )
         folder = folder_of(self._config, self._run)
         group = trusted_group(self._run.path, self._config.slurm.group)
         try:

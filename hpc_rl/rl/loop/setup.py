@@ -45,7 +45,7 @@ from hpc_rl.rl.weights.adapter_check import AdapterCheck
 from hpc_rl.rl.workers.group import WorkerGroup
 from hpc_rl.run_dir import RunDir
 from hpc_rl.tracking.metrics import has_validation, read_metrics
-from hpc_rl.tracking.tracker import open_tracker
+from hpc_rl.tracking.tracker import Tracker
 from hpc_rl.training.checkpoints import checkpoint
 from hpc_rl.training.checkpoints.folders import Progress
 from hpc_rl.training.checkpoints.saver import Saver, TrainedModels
@@ -135,7 +135,7 @@ def set_up(config: PpoConfig, run: RunDir, logs: Path) -> PpoState:
         flops=flops,
         peak=peak,
         total_steps=total_steps,
-        tracker=open_tracker(config, run, progress.wandb_id if progress else None, is_main=True),
+        tracker=Tracker(config, run, progress.wandb_id if progress else None, is_main=True),
         saver=Saver(
             run.checkpoints, models, ONE_PROCESS, config.trainer.max_ckpt_to_keep, not config.trainer.save_async
         ),

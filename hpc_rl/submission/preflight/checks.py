@@ -7,8 +7,8 @@ import os
 import re
 import sys
 from collections.abc import Callable, Hashable, Iterator
-from typing import NamedTuple
 
+from hpc_rl.config.job import JobConfig
 from hpc_rl.config.ray import RayJobConfig
 from hpc_rl.config.rl.generate import GenerateConfig
 from hpc_rl.config.rl.ppo import PpoConfig
@@ -16,14 +16,20 @@ from hpc_rl.config.rl.rollout import engine_name, engine_spec
 from hpc_rl.config.training.common import ModelConfig
 from hpc_rl.config.training.distill import DistillConfig
 from hpc_rl.config.training.finetune import FinetuneConfig
-from hpc_rl.config.training.preferences import DpoConfig, RmConfig
+from hpc_rl.config.training.preferences import RmConfig
 from hpc_rl.config.training.select import SelectConfig
 from hpc_rl.data.selection import check_scored
 from hpc_rl.environments.loading import ENVIRONMENT, TOOLS
 from hpc_rl.errors import UserError
+from hpc_rl.formats.model_kind import (
+    refuse_capped_logits,
+    refuse_unsplittable,
+    refuse_unsplittable_engine,
+    refuse_without_liger,
+)
 from hpc_rl.images.run_options import image_preflight
 from hpc_rl.liveness.signs_of_life import doing
-from hpc_rl.plan.memory import models_of
+from hpc_rl.plan.memory import Planned, models_of
 from hpc_rl.rewards.check import check_url
 from hpc_rl.software.ray_version import check_ray, installed_ray
 from hpc_rl.software.secrets import names_secret
@@ -48,16 +54,13 @@ from hpc_rl.submission.preflight.gpus import (
 from hpc_rl.submission.preflight.model import (
     check_adapters,
     check_chat_template,
+    check_config,
     check_is_classifier,
     check_is_language_model,
-    check_liger,
     check_model_path,
     check_outputs,
     check_same_special_tokens,
     check_same_vocabulary,
-    check_sequence_parallel,
-    check_tensor_parallel,
-    check_uncapped_logits,
     check_unquantised,
 )
 from hpc_rl.submission.preflight.partition import ask_of, check_partition
@@ -76,12 +79,9 @@ _REPLACES = re.compile(r"(.*[;&|({]\s*)?exec\s+(-\w+\s+)*[^-\s<>&{\d]")
 """A line of bash in which a program takes the place of the shell. `exec > FILE` and `exec 3< FILE` only redirect."""
 
 
-class Question(NamedTuple):
-    """A function and its arguments. Equal questions of several jobs are asked once."""
-
-    check: Callable[..., str | None]
-    """Returns what it could not check, and raises UserError for problems."""
-    arguments: tuple[Hashable, ...]
+Question = tuple[Callable[..., str | None], *tuple[Hashable, ...]]
+"""A check and its arguments. It returns what it could not check, and raises UserError for problems. Equal questions of
+several jobs are asked once."""
 
 
 def check(*jobs: Job, local: bool = False) -> list[str]:
@@ -102,7 +102,8 @@ def check(*jobs: Job, local: bool = False) -> list[str]:
     for question, purpose in asked.items():
         try:
             with doing(f"checking {purpose}"):
-                note = question.check(*question.arguments)
+                function, *arguments = question
+                note = function(*arguments)
             if note:
                 notes += note.splitlines()
         except UserError as error:
@@ -119,9 +120,9 @@ def purpose_of(look: Callable[[Job], Iterator[Question]]) -> str:
 
 def run_directory(job: Job) -> Iterator[Question]:
     """Ask whether the run directory can be written."""
-    yield Question(check_run_dir, (job.run_dir.path, job.config.slurm.group))
+    yield check_run_dir, job.run_dir.path, job.config.slurm.group
     if job.config.slurm.group is not None:
-        yield Question(check_group, (job.config.slurm.group,))
+        yield check_group, job.config.slurm.group
 
 
 def secrets(job: Job) -> Iterator[Question]:
@@ -129,23 +130,23 @@ def secrets(job: Job) -> Iterator[Question]:
     config = job.config
     paths = ("/", "~", "$")
     named = sorted(name for name, value in config.slurm.env.items() if not value.startswith(paths))
-    yield Question(check_secrets, tuple(named))
+    yield check_secrets, *tuple(named)
     name = config.rollout.openai.key_variable if isinstance(config, GenerateConfig) else None
     if name is not None and not config.slurm.setup:
-        yield Question(check_key, (name, bool(os.environ.get(name))))
+        yield check_key, name, bool(os.environ.get(name))
 
 
 def tracking(job: Job) -> Iterator[Question]:
     """Ask whether wandb would read settings of another user."""
     if "wandb" in getattr(job.config.trainer, "logger", ()):
-        yield Question(check_settings, ())
+        yield (check_settings,)
 
 
 def bash_lines(job: Job) -> Iterator[Question]:
     """Ask whether bash can read the commands of the configuration."""
     for key, lines in {"slurm.setup": job.config.slurm.setup, "slurm.epilogue": job.config.slurm.epilogue}.items():
         if lines:
-            yield Question(check_bash, (key, tuple(lines)))
+            yield check_bash, key, tuple(lines)
 
 
 def image(job: Job) -> Iterator[Question]:
@@ -153,16 +154,16 @@ def image(job: Job) -> Iterator[Question]:
     container = job.config.container
     if not job.expects(container.image):
         for one in image_preflight(container):
-            yield Question(one, (container,))
+            yield one, container
 
 
 def gpus(job: Job) -> Iterator[Question]:
     """Ask whether the GPUs can work together as the job needs it."""
     config = job.config
     if config.slurm.gpu_type is not None and (connected := connected_gpus(config)) > 1:
-        yield Question(check_slices, (config.slurm.gpu_type, connected))
+        yield check_slices, config.slurm.gpu_type, connected
     if isinstance(config, PpoConfig) and sends_by(config, "ipc"):
-        yield Question(check_allocator, allocator_variables(config))
+        yield check_allocator, *allocator_variables(config)
 
 
 def packages(job: Job) -> Iterator[Question]:
@@ -170,19 +171,26 @@ def packages(job: Job) -> Iterator[Question]:
     config, slurm = job.config, job.config.slurm
     if config.container.image is not None or slurm.modules or slurm.setup:
         return
-    yield Question(check_packages, (slurm.python, job.row.needs, job.kind))
-    if isinstance(config, FinetuneConfig | PpoConfig) and config.model.lora.quantize is not None:
-        yield Question(check_packages, (slurm.python, ("bitsandbytes",), "model.lora.quantize"))
-    if isinstance(config, FinetuneConfig | PpoConfig) and "8bit" in (one.moments for one in config.optimizers.values()):
-        yield Question(check_packages, (slurm.python, ("torchao",), "optim.moments=8bit"))
-    if isinstance(config, FinetuneConfig | PpoConfig) and config.model.use_liger:
-        yield Question(check_packages, (slurm.python, ("liger_kernel",), "model.use_liger"))
+    yield check_packages, slurm.python, job.row.needs, job.kind
     if isinstance(config, PpoConfig) and config.transfer_queue.enable:
-        yield Question(check_transfer_queue, (slurm.python,))
+        yield check_transfer_queue, slurm.python
+    for package, purpose in _further_packages(config):
+        yield check_packages, slurm.python, (package,), purpose
     if slurm.python is None and isinstance(config, RayJobConfig) and (ray := installed_ray()) is not None:
-        yield Question(check_ray, (ray, sys.executable))
+        yield check_ray, ray, sys.executable
+
+
+def _further_packages(config: JobConfig) -> Iterator[tuple[str, str]]:
+    """Yield packages that only some options need, and these options."""
+    if isinstance(config, FinetuneConfig | PpoConfig):
+        if config.model.lora.quantize is not None:
+            yield "bitsandbytes", "model.lora.quantize"
+        if "8bit" in (one.moments for one in config.optimizers.values()):
+            yield "torchao", "optim.moments=8bit"
+        if config.model.use_liger:
+            yield "liger_kernel", "model.use_liger"
     if isinstance(config, PpoConfig | GenerateConfig) and (package := engine_spec(config).package) is not None:
-        yield Question(check_packages, (slurm.python, (package,), _engine_as_chosen(config)))
+        yield package, _engine_as_chosen(config)
 
 
 def _engine_as_chosen(config: PpoConfig | GenerateConfig) -> str:
@@ -199,69 +207,64 @@ def model(job: Job) -> Iterator[Question]:
         return
     cache = hub_cache(config)
     has_weights = not (isinstance(config, GenerateConfig) and config.rollout.openai.base_url is not None)
-    yield Question(check_model_path, ("model.path", config.model.path, job.coming, cache, has_weights))
+    yield check_model_path, "model.path", config.model.path, job.coming, cache, has_weights
     if not job.expects(config.data.chat_template or config.model.tokenizer_path):
-        yield Question(check_chat_template, (config.model, config.data, cache))
+        yield check_chat_template, config.model, config.data, cache
     if isinstance(config, RmConfig):
-        yield Question(check_outputs, ("model.path", config.model.path, config.outputs, cache))
+        yield check_outputs, "model.path", config.model.path, config.outputs, cache
     else:
-        yield Question(check_is_language_model, ("model.path", config.model.path, cache))
+        yield check_is_language_model, "model.path", config.model.path, cache
     for key, path in models_of(config).items():
+        if key != "model.path":
+            yield check_model_path, key, path, job.coming, cache
+            yield check_same_vocabulary, key, path, config.model, cache
+        if key in ("teacher.path", "ref.path"):
+            yield check_is_language_model, key, path, cache
+            yield check_same_special_tokens, key, path, config.model, cache
         if key != "model.path" or not isinstance(config, GenerateConfig) or config.rollout.name == "hf":
-            yield Question(check_unquantised, (key, path, cache))
-    if not isinstance(config, GenerateConfig) and (size := config.trainer.sequence_parallel) > 1:
-        yield from (Question(check_sequence_parallel, (*one, size, cache)) for one in models_of(config).items())
-    if isinstance(config, PpoConfig | GenerateConfig) and (size := config.rollout.tensor_parallel_size) > 1:
-        yield Question(check_tensor_parallel, ("model.path", config.model.path, size, cache))
-    if isinstance(config.model, ModelConfig) and config.model.use_liger:
-        yield from (
-            Question(check_liger, (key, path, cache))
-            for key, path in models_of(config).items()
-            if key in ("model.path", "critic.path", "ref.path")
-        )
+            yield check_unquantised, key, path, cache
+        for refuse, more in _rules_for(key, config):
+            yield check_config, key, path, cache, refuse, more
+        if key == "critic.path":
+            yield check_outputs, key, path, 1, cache
+        elif key == "reward.model" and isinstance(config, PpoConfig | GenerateConfig):
+            yield check_is_classifier, key, path, cache
+            yield check_outputs, key, path, config.reward.outputs, cache
     if isinstance(config.model, ModelConfig) and config.model.lora.is_used:
         max_rank = None
         if isinstance(config, PpoConfig) and not config.rollout.merge_lora:
             max_rank = engine_spec(config).max_lora_rank
-        yield Question(check_adapters, (config.model, max_rank, job.coming, cache))
-    if isinstance(config, PpoConfig) and config.critic.path is not None:
-        yield Question(check_model_path, ("critic.path", config.critic.path, job.coming, cache))
-        yield Question(check_same_vocabulary, ("critic.path", config.critic.path, config.model, cache))
-        yield Question(check_outputs, ("critic.path", config.critic.path, 1, cache))
-    if isinstance(config, PpoConfig | GenerateConfig) and config.reward.model is not None:
-        yield Question(check_model_path, ("reward.model", config.reward.model, job.coming, cache))
-        yield Question(check_is_classifier, ("reward.model", config.reward.model, cache))
-        yield Question(check_same_vocabulary, ("reward.model", config.reward.model, config.model, cache))
-        yield Question(check_outputs, ("reward.model", config.reward.model, config.reward.outputs, cache))
-    if isinstance(config, DistillConfig | PpoConfig) and config.teacher.path is not None:
-        yield Question(check_model_path, ("teacher.path", config.teacher.path, job.coming, cache))
-        yield Question(check_is_language_model, ("teacher.path", config.teacher.path, cache))
-        yield Question(check_same_vocabulary, ("teacher.path", config.teacher.path, config.model, cache))
-        yield Question(check_same_special_tokens, ("teacher.path", config.teacher.path, config.model, cache))
+        yield check_adapters, config.model, max_rank, job.coming, cache
+
+
+def _rules_for(key: str, config: Planned) -> Iterator[tuple[Callable[..., None], tuple[int, ...]]]:
+    """Yield the rules about config.json that a model of a job has to meet, with their further arguments."""
+    if not isinstance(config, GenerateConfig) and config.trainer.sequence_parallel > 1:
+        yield refuse_unsplittable, (config.trainer.sequence_parallel,)
+    engine_gpus = config.rollout.tensor_parallel_size if isinstance(config, PpoConfig | GenerateConfig) else 1
+    if key == "model.path" and engine_gpus > 1:
+        yield refuse_unsplittable_engine, (engine_gpus,)
+    is_trained = key in ("model.path", "critic.path", "ref.path")
+    if isinstance(config.model, ModelConfig) and config.model.use_liger and is_trained:
+        yield refuse_without_liger, ()
     if isinstance(config, DistillConfig):
-        yield Question(check_uncapped_logits, ("model.path", config.model.path, cache))
-        yield Question(check_uncapped_logits, ("teacher.path", config.teacher.path, cache))
-    if isinstance(config, DpoConfig) and config.ref.path is not None:
-        yield Question(check_model_path, ("ref.path", config.ref.path, job.coming, cache))
-        yield Question(check_is_language_model, ("ref.path", config.ref.path, cache))
-        yield Question(check_same_vocabulary, ("ref.path", config.ref.path, config.model, cache))
-        yield Question(check_same_special_tokens, ("ref.path", config.ref.path, config.model, cache))
+        yield refuse_capped_logits, ()
 
 
 def data(job: Job) -> Iterator[Question]:
     """Ask whether the data can be read, and fills a batch of training."""
     if isinstance(job.config, FinetuneConfig | PpoConfig):
         found, cache = job.config.data, hub_cache(job.config)
-        yield Question(check_train_data, (found, job.coming, cache))
+        yield check_train_data, found, job.coming, cache
         for file in found.val_files:
-            yield Question(check_val_data, ("data.val_files", file, found, job.coming, cache))
+            yield check_val_data, "data.val_files", file, found, job.coming, cache
     elif isinstance(job.config, GenerateConfig):
         for file in job.config.data.files:
-            yield Question(check_val_data, ("data.files", file, job.config.data, job.coming, hub_cache(job.config)))
+            yield check_val_data, "data.files", file, job.config.data, job.coming, hub_cache(job.config)
     elif isinstance(job.config, SelectConfig):
         for file in job.config.select.responses:
             if not is_coming(file, job.coming):
-                yield Question(check_scored, (file,))
+                yield check_scored, file
 
 
 def reward(job: Job) -> Iterator[Question]:
@@ -272,9 +275,9 @@ def reward(job: Job) -> Iterator[Question]:
     same_python = config.slurm.python is None and config.container.image is None
     for each in config.reward.each_function():
         if not job.expects(each.function):
-            yield Question(check_reward, (each, same_python))
+            yield check_reward, each, same_python
     if config.reward.url is not None:
-        yield Question(check_url, (config.reward.url,))
+        yield check_url, config.reward.url
 
 
 def environment(job: Job) -> Iterator[Question]:
@@ -286,34 +289,34 @@ def environment(job: Job) -> Iterator[Question]:
     named = [(ENVIRONMENT, config.environment.name)] if config.environment.name is not None else []
     for option, name in [*named, *((TOOLS, tool) for tool in config.environment.tools)]:
         if not job.expects(name):
-            yield Question(check_environment_name, (option, name, same_python))
-    yield Question(check_tools, (config.environment, config.model, config.data, hub_cache(config)))
+            yield check_environment_name, option, name, same_python
+    yield check_tools, config.environment, config.model, config.data, hub_cache(config)
     if config.container.image is None and not config.slurm.modules and not config.slurm.setup:
         for option, name in user_names(config.reward, config.environment):
-            yield Question(check_imports, (option, name, config.slurm.python))
+            yield check_imports, option, name, config.slurm.python
 
 
 def agent(job: Job) -> Iterator[Question]:
     """Ask whether the command of the agents can be started."""
     if isinstance(job.config, PpoConfig) and job.config.agent.command and not job.expects(*job.config.agent.command):
-        yield Question(check_agent, (tuple(job.config.agent.command),))
+        yield check_agent, tuple(job.config.agent.command)
 
 
 def program(job: Job) -> Iterator[Question]:
     """Ask whether the user's own program can be started."""
     if job.row.takes_program and not job.expects(*job.program):
-        yield Question(PROGRAMS[job.row.node_entry], (job.program,))
+        yield PROGRAMS[job.row.node_entry], job.program
 
 
 def partition(job: Job) -> Iterator[Question]:
     """Ask whether the partition has enough nodes, and time, for the job."""
     if ask := ask_of(job.config):
-        yield Question(check_partition, (ask, job.nodes))
+        yield check_partition, ask, job.nodes
 
 
 def shared(job: Job) -> Iterator[Question]:
     """Ask whether the nodes see the folders of the job."""
-    yield Question(check_shared, (job.run_dir.path, job.working_dir, job.nodes))
+    yield check_shared, job.run_dir.path, job.working_dir, job.nodes
 
 
 def locks(job: Job) -> Iterator[Question]:
@@ -321,7 +324,7 @@ def locks(job: Job) -> Iterator[Question]:
     config = job.config
     judges = isinstance(config, GenerateConfig) and config.reward.model is not None
     if config.trainer.nnodes > 1 and (judges or isinstance(config, FinetuneConfig | PpoConfig)):
-        yield Question(check_locks, (job.run_dir.path,))
+        yield check_locks, job.run_dir.path
 
 
 CHECKS: tuple[Callable[[Job], Iterator[Question]], ...] = (

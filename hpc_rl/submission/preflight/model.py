@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from pathlib import Path
 
 from hpc_rl.config.groups import path_of_choice
@@ -24,12 +25,8 @@ from hpc_rl.formats.model_kind import (
     architectures_of,
     is_classifier,
     is_language_model,
-    refuse_capped_logits,
     refuse_other_outputs,
     refuse_quantised,
-    refuse_unsplittable,
-    refuse_unsplittable_engine,
-    refuse_without_liger,
 )
 from hpc_rl.formats.peft_folder import block_layers, matching, read_peft_folder, refuse_other_base
 from hpc_rl.formats.safetensors_header import shapes
@@ -110,25 +107,15 @@ def check_outputs(key: str, path: str, needed: int, cache: HubCache) -> None:
         refuse_other_outputs(key, path, sorted(folder.glob("*.safetensors")), needed)
 
 
-def check_sequence_parallel(key: str, path: str, size: int, cache: HubCache) -> None:
-    """Raise UserError if ranks cannot share the rows of a model, as far as its config.json on this machine shows it."""
+def check_config(key: str, path: str, cache: HubCache, refuse: Callable[..., None], more: tuple[int, ...]) -> None:
+    """Apply a rule about config.json to a model, as far as the file is on this machine.
+
+    Args:
+        refuse: takes key, path, contents and `more`, and raises UserError.
+    """
     folder = model_folder(path, cache)
     if folder is not None:
-        refuse_unsplittable(key, path, read_json(folder / "config.json", named=True), size)
-
-
-def check_tensor_parallel(key: str, path: str, size: int, cache: HubCache) -> None:
-    """Raise UserError if an engine cannot split a model, as far as its config.json on this machine shows it."""
-    folder = model_folder(path, cache)
-    if folder is not None:
-        refuse_unsplittable_engine(key, path, read_json(folder / "config.json", named=True), size)
-
-
-def check_liger(key: str, path: str, cache: HubCache) -> None:
-    """Raise UserError if Liger has no kernels for a model, as far as its config.json on this machine shows it."""
-    folder = model_folder(path, cache)
-    if folder is not None:
-        refuse_without_liger(key, path, read_json(folder / "config.json", named=True))
+        refuse(key, path, read_json(folder / "config.json", named=True), *more)
 
 
 def check_unquantised(key: str, path: str, cache: HubCache) -> None:
@@ -138,13 +125,6 @@ def check_unquantised(key: str, path: str, cache: HubCache) -> None:
         files = {file.name: file for file in folder.glob("*") if file.is_file()}
         weights = sorted(folder.glob("*.safetensors"))
         refuse_quantised(key, path, files.get, lambda: weights)
-
-
-def check_uncapped_logits(key: str, path: str, cache: HubCache) -> None:
-    """Raise UserError if a model for `distill` caps its logits, as far as its config.json on this machine shows it."""
-    folder = model_folder(path, cache)
-    if folder is not None:
-        refuse_capped_logits(key, path, read_json(folder / "config.json", named=True))
 
 
 def check_adapters(model: ModelConfig, max_rank: int | None, coming: frozenset[Path], cache: HubCache) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import os
 import re
@@ -50,14 +51,12 @@ def check_packages(python: str | None, needs: Sequence[str], purpose: str, extra
         return f"slurm.python {python} is not on this machine: it is checked when the job starts"
     else:
         try:
-            asked = subprocess.run(
-                [python, "-P", "-c", _MISSING, *needs], capture_output=True, text=True, timeout=PYTHON_TIMEOUT_S
-            )
+            said = _output_of(python, "-c", _MISSING, *needs)
         except (OSError, subprocess.TimeoutExpired) as error:
             raise UserError(f"slurm.python {python} cannot be started: {error}") from error
-        if asked.returncode != 0:
+        if said is None:
             return f"slurm.python {python} does not start on this machine: it is checked when the job starts"
-        missing = asked.stdout.split()
+        missing = said.split()
     if missing:
         it, lacking = "it" if len(missing) == 1 else "them", python or sys.executable
         extra = next((_EXTRAS[name] for name in missing if name in _EXTRAS), extra)
@@ -69,14 +68,11 @@ def check_packages(python: str | None, needs: Sequence[str], purpose: str, extra
     return None
 
 
-def check_transfer_queue(python: str | None) -> str | None:
+def check_transfer_queue(python: str | None) -> None:
     """Check that a Python can use TransferQueue.
 
     Args:
         python: slurm.python, or None for the Python that runs hpc-rl.
-
-    Returns:
-        Why it could not be checked, if so.
 
     Raises:
         UserError: the package, or what it needs, is missing or has another version.
@@ -84,16 +80,18 @@ def check_transfer_queue(python: str | None) -> str | None:
     if python is None:
         found = transfer_queue.problem()
     else:
-        try:
-            asked = subprocess.run(
-                [python, "-P", transfer_queue.__file__], capture_output=True, text=True, timeout=PYTHON_TIMEOUT_S
-            )
-        except (OSError, subprocess.TimeoutExpired):
-            return None  # `check_packages` reports it
-        found = asked.stdout.strip() if asked.returncode == 0 else None
-    if found:
-        raise UserError(found)
-    return None
+        found = None
+        with contextlib.suppress(OSError, subprocess.TimeoutExpired):  # `check_packages` reports it
+            found = _output_of(python, transfer_queue.__file__)
+    if found and found.strip():
+        raise UserError(found.strip())
+
+
+def _output_of(python: str, *words: str) -> str | None:
+    """Return what a program of another Python prints; None if it fails."""
+    command = [python, "-P", *words]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=PYTHON_TIMEOUT_S, check=False)
+    return done.stdout if done.returncode == 0 else None
 
 
 def check_torchrun_program(program: tuple[str, ...]) -> None:

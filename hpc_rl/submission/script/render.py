@@ -28,6 +28,8 @@ from hpc_rl.submission.script.setup_lines import statements
 from hpc_rl.system.files import read_regular, write_atomically
 from hpc_rl.system.ownership import refuse_foreign
 
+SUPPORT_PARTS = ("begin", "setup", "step", "requeue")
+"""Files of slurm_templates of which support.sh is made, in their order."""
 RENDER_S = 60.0
 """CPU time for a script, which usually takes a few milliseconds."""
 
@@ -47,7 +49,7 @@ def render(job: Job) -> str:
 
 def support_text() -> str:
     """Return support.sh, the functions of bash that every job script finds in its run directory."""
-    return (shipped("slurm_templates") / "support.sh").read_text()
+    return "".join((shipped("slurm_templates") / f"support_{part}.sh").read_text() for part in SUPPORT_PARTS)
 
 
 def write_support(script: str, path: Path) -> None:

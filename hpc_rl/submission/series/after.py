@@ -9,8 +9,9 @@ from pathlib import Path
 from hpc_rl.config.kinds import KINDS
 from hpc_rl.errors import UserError
 from hpc_rl.run_dir import RunDir
+from hpc_rl.runs.finding import find_run
 from hpc_rl.runs.run_sets import find_run_set
-from hpc_rl.runs.status import NOT_SUBMITTED, UNKNOWN, find_run, in_slurm, place_of, statuses_of
+from hpc_rl.runs.status import NOT_SUBMITTED, UNKNOWN, in_slurm, place_of, statuses_of
 from hpc_rl.slurm import commands
 from hpc_rl.slurm.place import Place, is_single
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from hpc_rl.config.kinds import trained
 from hpc_rl.config.training.common import TrainingConfig
@@ -17,7 +17,7 @@ from hpc_rl.submission import queue
 from hpc_rl.submission.job import Job
 from hpc_rl.submission.launch import notes_on
 from hpc_rl.submission.local import check_local
-from hpc_rl.submission.request import Request, reserve
+from hpc_rl.submission.request import JobRequest, reserve
 from hpc_rl.submission.request import plan as plan_job
 from hpc_rl.submission.script.directives import environment_notes
 from hpc_rl.submission.script.render import render
@@ -25,16 +25,8 @@ from hpc_rl.submission.series.after import After
 from hpc_rl.submission.series.stages import check_models
 
 
-@dataclass(frozen=True)
-class Stage:
-    """A job of the chain, checked and rendered."""
-
-    job: Job
-    script: str
-
-
-def plan(requests: Sequence[Request], local: bool = False) -> tuple[list[Stage], list[str]]:
-    """Check all stages; return them, and notes on what could not be checked. Changes nothing.
+def plan(requests: Sequence[JobRequest], local: bool = False) -> tuple[list[tuple[Job, str]], list[str]]:
+    """Check all stages; return their jobs and scripts, and notes on what could not be checked. Changes nothing.
 
     Raises:
         UserError: a stage is invalid, or does not fit the previous stage.
@@ -63,12 +55,12 @@ def plan(requests: Sequence[Request], local: bool = False) -> tuple[list[Stage],
         queue.check_free(job.run_dir, job.kind)
         if local:
             check_local(job)
-    stages = [Stage(job, render(job)) for job in jobs]
-    environment = [] if local else [line for stage in stages for line in environment_notes(os.environ, stage.script)]
+    stages = [(job, render(job)) for job in jobs]
+    environment = [] if local else [line for _, script in stages for line in environment_notes(os.environ, script)]
     return stages, [*notes_on(jobs, local), *dict.fromkeys(environment)]
 
 
-def submit(stages: Sequence[Stage]) -> list[tuple[Job, str]]:
+def submit(planned: Sequence[Job]) -> list[tuple[Job, str]]:
     """Queue every stage, to start when the previous stage has completed; return the jobs and their ids.
 
     Raises:
@@ -78,10 +70,10 @@ def submit(stages: Sequence[Stage]) -> list[tuple[Job, str]]:
     made = []
     submitted: list[tuple[Job, str]] = []
     try:
-        for stage in stages:
-            is_new = not stage.job.run_dir.path.exists()
-            job = reserve(stage.job)
-            if is_new or job.run_dir != stage.job.run_dir:
+        for stage in planned:
+            is_new = not stage.run_dir.path.exists()
+            job = reserve(stage)
+            if is_new or job.run_dir != stage.run_dir:
                 made.append(job.run_dir.path)
             if submitted:
                 before, job_id = submitted[-1]
@@ -96,7 +88,7 @@ def submit(stages: Sequence[Stage]) -> list[tuple[Job, str]]:
     return submitted
 
 
-def _planned(request: Request, before: Sequence[Job], nodes: commands.NodeListing) -> Job:
+def _planned(request: JobRequest, before: Sequence[Job], nodes: commands.NodeListing) -> Job:
     """Return the job of a stage, which trains the model of the previous stage."""
     if not before:
         return plan_job(request, nodes=nodes)
@@ -113,7 +105,7 @@ def _on_model_of(job: Job, before: RunDir, job_ids: tuple[str, ...]) -> Job:
     return replace(job, config=config, after=After(str(before.path), job_ids, frozenset({before.model}), place))
 
 
-def _check_stage(number: int, request: Request) -> None:
+def _check_stage(number: int, request: JobRequest) -> None:
     if request.kind not in trained():
         raise UserError(
             f"stage {number} is {request.kind}: a chain is made of {', '.join(trained())}; "

@@ -16,19 +16,19 @@ from typing import Any
 from hpc_rl.config.groups import groups
 from hpc_rl.config.pipeline import ROUND, PlannedStage, expand, load_pipeline
 from hpc_rl.config.training.common import TrainingConfig
-from hpc_rl.config.tree import read_options
+from hpc_rl.config.tree import changes, flat, read_options
 from hpc_rl.errors import UnclearError, UserError
 from hpc_rl.run_dir import submitting
 from hpc_rl.runs.control import take_back
+from hpc_rl.runs.folders import ROOT, is_pipeline
 from hpc_rl.runs.run_sets import PipelineDir
-from hpc_rl.runs.status import ROOT, is_pipeline, place_of, status_of
+from hpc_rl.runs.status import place_of, status_of
 from hpc_rl.slurm import commands
 from hpc_rl.submission import queue
 from hpc_rl.submission.job import Job
 from hpc_rl.submission.launch import notes_on
-from hpc_rl.submission.request import Request, free_name
+from hpc_rl.submission.request import JobRequest, free_name
 from hpc_rl.submission.request import plan as plan_job
-from hpc_rl.submission.resuming import changes
 from hpc_rl.submission.script.render import render
 from hpc_rl.submission.series.after import COMPLETED, After
 from hpc_rl.submission.series.stages import check_models, check_responses
@@ -37,7 +37,7 @@ from hpc_rl.tracking.recorded import STAGE
 
 
 @dataclass(frozen=True)
-class Asked:
+class PipelineRequest:
     """What the user asks for."""
 
     pipeline: str
@@ -57,7 +57,7 @@ class Asked:
 
 
 @dataclass(frozen=True)
-class Plan:
+class PlannedPipeline:
     """A checked pipeline."""
 
     folder: PipelineDir
@@ -67,7 +67,7 @@ class Plan:
     notes: list[str]
 
 
-def plan(asked: Asked) -> Plan:
+def plan(asked: PipelineRequest) -> PlannedPipeline:
     """Expand a pipeline, and check and render all of its stages. Changes nothing.
 
     Raises:
@@ -104,10 +104,10 @@ def plan(asked: Asked) -> Plan:
         jobs.append(job)
     for job in jobs:
         _check_completed(job)
-    return Plan(folder, stages, jobs, [render(job) for job in jobs], notes_on(jobs, asked.local))
+    return PlannedPipeline(folder, stages, jobs, [render(job) for job in jobs], notes_on(jobs, asked.local))
 
 
-def submit(planned: Plan) -> list[str]:
+def submit(planned: PlannedPipeline) -> list[str]:
     """Create all run directories, queue every stage after the one before it, and return the job ids.
 
     Raises:
@@ -134,7 +134,7 @@ def submit(planned: Plan) -> list[str]:
     return job_ids
 
 
-def prepare(planned: Plan) -> None:
+def prepare(planned: PlannedPipeline) -> None:
     """Fill the folder, which exists: share it with slurm.group, and write pipeline.json.
 
     Stages that it has from later rounds stay in the record.
@@ -218,7 +218,7 @@ def _sorted_words(words: Sequence[str], stages: set[str]) -> tuple[dict[str, Any
     return values, of_stages
 
 
-def _request(asked: Asked, stage: PlannedStage, overrides: Sequence[str], folder: PipelineDir) -> Request:
+def _request(asked: PipelineRequest, stage: PlannedStage, overrides: Sequence[str], folder: PipelineDir) -> JobRequest:
     """Return the request of a stage. Options on the command line replace those of the file, and these the flags."""
     run_dir = folder.run(stage.round, stage.name).path
     typed = {word.partition("=")[0].lstrip("+") for word in overrides}
@@ -226,7 +226,7 @@ def _request(asked: Asked, stage: PlannedStage, overrides: Sequence[str], folder
     chosen = [f"{key}={value}" for key, value in stage.options.items() if key in known and key not in typed]
     own = {key: value for key, value in stage.options.items() if key not in typed and key not in known}
     flags = {key: value for key, value in (asked.settings or {}).items() if key not in typed}
-    return Request(
+    return JobRequest(
         kind=stage.kind,
         overrides=[*chosen, *overrides],
         settings={**flags, **own, "slurm.job_name": run_dir.name},

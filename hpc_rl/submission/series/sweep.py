@@ -13,9 +13,9 @@ from hpc_rl.config.compose import compose_each
 from hpc_rl.config.job import JobConfig
 from hpc_rl.errors import UnclearError, UserError
 from hpc_rl.run_dir import submitting
+from hpc_rl.runs.folders import ROOT
 from hpc_rl.runs.models import models_of_runs
 from hpc_rl.runs.run_sets import SweepDir
-from hpc_rl.runs.status import ROOT
 from hpc_rl.sites.profile import load_profile
 from hpc_rl.slurm import commands
 from hpc_rl.slurm.place import here
@@ -23,7 +23,7 @@ from hpc_rl.submission import queue
 from hpc_rl.submission.devices import Devices
 from hpc_rl.submission.job import Job
 from hpc_rl.submission.launch import notes_on
-from hpc_rl.submission.request import Request, free_name, job_of, typed_run_dir
+from hpc_rl.submission.request import JobRequest, free_name, job_of, typed_run_dir
 from hpc_rl.submission.script.directives import LOGIN_SHELL, directives, environment_notes, option_of
 from hpc_rl.submission.script.render import directive_word, fill, log_folder, render
 from hpc_rl.submission.series.grid import Point, grid
@@ -34,7 +34,7 @@ _OWN_OPTIONS = ("job-name", "output")
 
 
 @dataclass(frozen=True)
-class Plan:
+class PlannedSweep:
     """A planned sweep: everything is checked, and nothing has been created."""
 
     sweep: SweepDir
@@ -48,7 +48,7 @@ class Plan:
     """What could not be checked on this machine."""
 
 
-def plan(request: Request, max_parallel: int | None) -> Plan:
+def plan(request: JobRequest, max_parallel: int | None) -> PlannedSweep:
     """Check every point and render its script. Changes nothing.
 
     Args:
@@ -82,7 +82,7 @@ def plan(request: Request, max_parallel: int | None) -> Plan:
     scripts = [render(job) for job in found]
     _check_same_resources(points, scripts)
     script = array_script(sweep, request.kind, scripts, max_parallel)
-    return Plan(sweep, points, found, scripts, script, [*notes, *environment_notes(os.environ, script)])
+    return PlannedSweep(sweep, points, found, scripts, script, [*notes, *environment_notes(os.environ, script)])
 
 
 def _most_tasks(config: JobConfig) -> int:
@@ -113,7 +113,7 @@ def array_script(sweep: SweepDir, kind: str, scripts: Sequence[str], max_paralle
     )
 
 
-def submit(planned: Plan) -> str:
+def submit(planned: PlannedSweep) -> str:
     """Create every run directory, queue the array and return its job id. If sbatch refuses, nothing is left behind.
 
     Raises:
@@ -127,7 +127,7 @@ def submit(planned: Plan) -> str:
         return _submit(planned)
 
 
-def _submit(planned: Plan) -> str:
+def _submit(planned: PlannedSweep) -> str:
     sweep, after, keeps = planned.sweep, planned.jobs[0].after, False
     waits = {"after": after.target} if after else {}
     try:
@@ -144,7 +144,7 @@ def _submit(planned: Plan) -> str:
             "points": [point.values for point in planned.points],
         }
         write_atomically(sweep.record, json.dumps(record, indent=2) + "\n")
-        queued = queue.queue_after(planned.script, after)
+        queued = queue.queue(planned.script, after)
         keeps = True
     except UnclearError:
         keeps = True

@@ -150,7 +150,6 @@ def _shared(runs: Sequence[Recorded]) -> str:
 
 
 def _timeline(run: Recorded) -> dict[str, Any] | None:
-    """Return what the page draws of the latest step."""
     found = run.timeline
     if found is None or not found.phases:
         return None

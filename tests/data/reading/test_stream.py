@@ -24,10 +24,10 @@ from hpc_rl.data.reading.sources import BLOCK_ROWS
 from hpc_rl.data.reading.stream import (
     Alive,
     DataSet,
-    Failed,
-    Order,
+    HubFailed,
     Pinned,
     Stream,
+    WindowOrder,
     Written,
     is_temporary,
     write_window,
@@ -94,7 +94,7 @@ class Told:
         self.reports, self.waits = list(reports), list[float]()
 
     def send(self, value: object) -> None:
-        assert isinstance(value, DataSet | Order)
+        assert isinstance(value, DataSet | WindowOrder)
 
     def has_answer(self, seconds: float) -> bool:
         self.waits.append(seconds)
@@ -190,7 +190,7 @@ def test_a_hub_that_has_answered_gets_more_time(
 
 
 def test_a_hub_that_never_answers_gets_little_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(windows, "WorkerProcess", lambda *_: Told(Failed("no route to host")))
+    monkeypatch.setattr(windows, "WorkerProcess", lambda *_: Told(HubFailed("no route to host")))
     monkeypatch.setattr(windows, "FIRST_PATIENCE_S", 0.0)
     with pytest.raises(RunError, match=r"for 0 s \(no route to host\): data.stream_rows needs internet"):
         reader(tmp_path, 10).look(0)
@@ -268,26 +268,12 @@ def test_a_process_that_ends_is_replaced_unless_it_is_waited_for(
 ) -> None:
     started = []
 
-    class Process:
-        """Ends at once."""
+    def ended(*_: object) -> Told:
+        started.append(Told(ProcessLost("ended with exit code 137")))
+        started[-1].alive = False
+        return started[-1]
 
-        alive = False
-
-        def __init__(self, *_: object) -> None:
-            started.append(self)
-
-        def send(self, value: object) -> None:
-            assert isinstance(value, DataSet | Order)
-
-        def has_answer(self, seconds: float) -> bool:
-            return True
-
-        def receive(self, seconds: float) -> Any:
-            raise ProcessLost("ended with exit code 137")
-
-        def end(self) -> None: ...
-
-    monkeypatch.setattr(windows, "WorkerProcess", Process)
+    monkeypatch.setattr(windows, "WorkerProcess", ended)
     one = reader(tmp_path, 10)
     one.start(0)
     one.start(0)
@@ -336,36 +322,36 @@ def test_rows_after_a_fault_are_neither_lost_nor_repeated(
     one, reports = opened(monkeypatch, source)
     found, first = list[int](), 0
     for rows in (300, 500, 500):
-        written = write_window(one, Order(tmp_path / "rows.jsonl", first, rows, None))
+        written = write_window(one, WindowOrder(tmp_path / "rows.jsonl", first, rows, None))
         with (tmp_path / "rows.jsonl").open() as lines:
             found += [json.loads(line)["n"] for line in lines]
         first += rows
         assert written.is_last == (first > ROWS)
     assert found == list(range(ROWS)) and source.opened == 3
-    failures = [report for report in reports if isinstance(report, Failed)]
-    assert failures == [Failed("reset by peer"), Failed("TimeoutError")][:: 1 if row < 700 else -1]
+    failures = [report for report in reports if isinstance(report, HubFailed)]
+    assert failures == [HubFailed("reset by peer"), HubFailed("TimeoutError")][:: 1 if row < 700 else -1]
 
 
 def test_a_window_is_read_from_its_place_or_counted(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    def read(one: Stream, order: Order) -> tuple[Written, list[int]]:
+    def read(one: Stream, order: WindowOrder) -> tuple[Written, list[int]]:
         written = write_window(one, order)
         with order.path.open() as lines:
             return written, [json.loads(line)["n"] for line in lines]
 
     path = tmp_path / "rows.jsonl"
     one, _ = opened(monkeypatch, Source())
-    written, _ = read(one, Order(path, 0, 333, None))
+    written, _ = read(one, WindowOrder(path, 0, 333, None))
     assert written.next is not None and not written.is_last
     cursor = json.loads(json.dumps(written.next))
     for place, by in ((cursor, "known"), ({**cursor, "by": "another version"}, "counted"), (None, "counted")):
         source = Source((2, ConnectionError())) if by == "known" else Source()
         other, reports = opened(monkeypatch, source)
-        assert read(other, Order(path, 333, 100, place))[1] == list(range(333, 433))
+        assert read(other, WindowOrder(path, 333, 100, place))[1] == list(range(333, 433))
         assert (2 in source.faults) == (by == "known")  # the first file is not read again
         assert reports == [Pinned(COMMIT), Alive()]
-    last, rows = read(one, Order(path, 333, 667, None))
+    last, rows = read(one, WindowOrder(path, 333, 667, None))
     assert last.is_last and rows == list(range(333, ROWS))
-    assert read(one, Order(path, 0, 5, None))[1] == list(range(5))  # the next pass
+    assert read(one, WindowOrder(path, 0, 5, None))[1] == list(range(5))  # the next pass
     with pytest.raises(UserError, match=r"^the data set 'me/Lines' has 1,000 rows, and row 1,002 is needed"):
         one.seek(1001, None)
 
@@ -383,19 +369,19 @@ def test_signs_of_life_are_few(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_fault_of_the_data_is_an_error_at_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     one, reports = opened(monkeypatch, Source((20, ValueError("not\nJSON"))))
     with pytest.raises(UserError, match=r"^cannot read me/Lines from http.*: not JSON$"):
-        write_window(one, Order(tmp_path / "rows.jsonl", 0, 100, None))
+        write_window(one, WindowOrder(tmp_path / "rows.jsonl", 0, 100, None))
     assert not (tmp_path / "rows.jsonl").exists() and reports == [Pinned(COMMIT)]
 
 
 def test_rows_that_cannot_be_written_are_an_error_of_the_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     one, _ = opened(monkeypatch, Source())
     with pytest.raises(RunError, match=r"none/rows.jsonl could not be written: "):
-        write_window(one, Order(tmp_path / "none" / "rows.jsonl", 0, 100, None))
+        write_window(one, WindowOrder(tmp_path / "none" / "rows.jsonl", 0, 100, None))
 
 
 def test_dates_become_text(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     one, _ = opened(monkeypatch, Source())
-    write_window(one, Order(tmp_path / "rows.jsonl", 0, 2, None))
+    write_window(one, WindowOrder(tmp_path / "rows.jsonl", 0, 2, None))
     assert (tmp_path / "rows.jsonl").read_text() == '{"n": 0, "date": "1970-01-01"}\n{"n": 1, "date": "1970-01-02"}\n'
 
 
@@ -404,7 +390,7 @@ def test_text_that_is_not_valid_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_
     monkeypatch.setattr(one, "seek", lambda row, cursor: None)
     monkeypatch.setattr(one, "take", lambda count: [{"a": "x"}, {"a": ["\ud800"]}])
     with pytest.raises(UserError, match=r", row 12: not valid text in column 'a'"):
-        write_window(one, Order(tmp_path / "rows.jsonl", 10, 2, None))
+        write_window(one, WindowOrder(tmp_path / "rows.jsonl", 10, 2, None))
 
 
 class Answer(Exception):
@@ -455,7 +441,7 @@ def test_the_process_reports_an_error_and_ends(tmp_path: Path) -> None:
     sockets = socket.socketpair()
     ours: Connection[Any, Any] = Connection(sockets[0].detach())
     ours.send(DataSet("me/Lines", "train", ("n",), COMMIT, tmp_path))
-    ours.send(Order(tmp_path / "none" / "rows.jsonl", 0, 1, None))
+    ours.send(WindowOrder(tmp_path / "none" / "rows.jsonl", 0, 1, None))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(stream, "die_with_parent", lambda: None)
         stream.serve(sockets[1].detach())
@@ -482,10 +468,10 @@ def test_requests_that_datasets_repeats_are_reported(tmp_path: Path, monkeypatch
     sockets = socket.socketpair()
     ours: Connection[Any, Any] = Connection(sockets[0].detach())
     ours.send(DataSet("me/Lines", "train", ("n",), COMMIT, tmp_path))
-    ours.send(Order(tmp_path / "rows.jsonl", 0, 1, None))
+    ours.send(WindowOrder(tmp_path / "rows.jsonl", 0, 1, None))
     stream.serve(sockets[1].detach())
     found = [ours.recv() for _ in range(3) if ours.poll(1)]
-    assert found == [Failed("waiting"), Failed("no answer in time"), Failed("no answer in time")]
+    assert found == [HubFailed("waiting"), HubFailed("no answer in time"), HubFailed("no answer in time")]
 
 
 def test_numbers_of_windows() -> None:

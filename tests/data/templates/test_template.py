@@ -102,7 +102,7 @@ def test_a_template_that_never_ends_in_transformers(
     monkeypatch: pytest.MonkeyPatch, tokenizer: PreTrainedTokenizerFast
 ) -> None:
     for module in ("chat", "template"):
-        monkeypatch.setattr(f"hpc_rl.data.{module}.RENDER_S", 0.2)
+        monkeypatch.setattr(f"hpc_rl.data.templates.{module}.RENDER_S", 0.2)
     endless = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
     with pytest.raises(UserError, match=r"here: the chat template rejects .* more than 0\.2 s"):
         as_text(tokenizer, endless, [{"role": "user", "content": "a"}], "here")

@@ -212,6 +212,6 @@ def test_a_bad_row_leaves_nothing(load: Loader) -> None:
 
 def test_a_run_stops_between_blocks(load: Loader, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cache, "_ROUND_S", 0)
-    with pytest.raises(Stopped, match=r"^stopped before the data was tokenized: submit again to continue$"):
+    with pytest.raises(Stopped, match=r"^stopped before the data was tokenized: nothing is saved yet$"):
         load(stopping=Stopping(at=2))
     assert not load.entries and len(load()[0]) == ROWS

@@ -182,7 +182,7 @@ def test_no_value_breaks_out_and_all_arrive(argument: str, variable: str, name: 
         assert seen["env"]["HPC_RL_RUN_DIR"] == str(tmp / name)
 
 
-@given(anything.filter(str.strip))
+@given(anything.filter(lambda text: text.strip() and not text.startswith("~")))  # `~name` is a home folder
 @example(NASTY)
 @settings(max_examples=25, phases=QUICK)
 def test_the_configuration_arrives_intact(text: str) -> None:
@@ -410,6 +410,7 @@ def test_a_template_in_the_working_folder_wins(tmp_path: Path, monkeypatch: pyte
         ("a\n{% if %}\n", "line 2"),
         ("a\nb\n{{ nonsense }}\n", "line 3: 'nonsense' is undefined"),
         ("{{ run_dir | upperr }}", "line 1"),
+        ("#!/bin/bash\n{{ warning_s + 'x' }}\n", "line 2: unsupported operand"),
     ],
 )
 def test_a_broken_template_is_named_with_its_line(
@@ -505,11 +506,3 @@ def test_a_script_can_have_a_login_shell(tmp_path: Path) -> None:
 def test_an_option_without_a_value_is_null_on_the_command_line_too() -> None:
     found = SlurmFlags(sbatch=["hold=null", "--nice=10", "exclusive"]).settings()
     assert found == {"slurm.sbatch.hold": None, "slurm.sbatch.nice": "10", "slurm.sbatch.exclusive": None}
-
-
-def test_a_template_that_raises_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "slurm_templates").mkdir()
-    (tmp_path / "slurm_templates" / "torchrun.sbatch.j2").write_text("#!/bin/bash\n{{ warning_s + 'x' }}\n")
-    with pytest.raises(UserError, match=r"torchrun\.sbatch\.j2, line 2: unsupported operand"):
-        render(torchrun_job(tmp_path / "run"))

@@ -6,6 +6,7 @@ import pytest
 
 from hpc_rl.cli.sweep import _split_stages, _stage
 from hpc_rl.errors import UserError
+from hpc_rl.submission.job import Job
 from hpc_rl.submission.series import chain
 from tests.bad_files import safetensors
 
@@ -27,26 +28,26 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def plan(line: str) -> tuple[list[chain.Stage], list[str]]:
+def plan(line: str) -> tuple[list[tuple[Job, str]], list[str]]:
     return chain.plan([_stage(words, local=False) for words in _split_stages(line.split())])
 
 
 def test_each_stage_trains_the_model_of_the_one_before(folder: Path) -> None:
     stages, notes = plan(f"{FIRST} --nodes 2 -- {SECOND} --time 1:00:00 -- {SECOND} --job-name last")
-    assert [stage.job.run_dir.name for stage in stages] == ["sft-1", "sft-2", "last"]
-    assert "path: model\n" in stages[0].script
-    for before, stage in pairwise(stages):
-        assert f"path: {before.job.run_dir.model}\n" in stage.script
-        assert stage.job.after is not None and stage.job.after.target == str(before.job.run_dir.path)
-    assert "--nodes=2\n" in stages[0].script and "--nodes=1\n" in stages[1].script
-    assert "--time=1:00:00\n" in stages[1].script and "--time" not in stages[0].script
+    jobs, scripts = [job for job, _ in stages], [script for _, script in stages]
+    assert [job.run_dir.name for job in jobs] == ["sft-1", "sft-2", "last"]
+    assert "path: model\n" in scripts[0]
+    for (before, _), (job, script) in pairwise(stages):
+        assert f"path: {before.run_dir.model}\n" in script
+        assert job.after is not None and job.after.target == str(before.run_dir.path)
+    assert "--nodes=2\n" in scripts[0] and "--nodes=1\n" in scripts[1]
+    assert "--time=1:00:00\n" in scripts[1] and "--time" not in scripts[0]
     assert notes == []
     assert not (folder / "runs").exists()
 
 
-def test_words_of_stages() -> None:
+def test_stages_without_options_need_no_separator() -> None:
     assert _split_stages(["sft", "ppo"]) == [["sft"], ["ppo"]]
-    assert _split_stages(["sft", "a=1", "--", "ppo", "--nodes", "2"]) == [["sft", "a=1"], ["ppo", "--nodes", "2"]]
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from hpc_rl.config.kinds import piped
 from hpc_rl.config.pipeline import expand, file_of_pipeline, load_pipeline
 from hpc_rl.errors import UnclearError, UserError
 from hpc_rl.submission.series import chain, pipeline
-from hpc_rl.submission.series.pipeline import Asked
+from hpc_rl.submission.series.pipeline import PipelineRequest
 from tests.fake_slurm import calls, fake_slurm
 from tests.submission.series.test_chain import FIRST, SECOND, folder  # noqa: F401 - a fixture
 from tests.submission.series.test_chain import plan as chain_plan
@@ -38,7 +38,9 @@ def file(tmp_path: Path) -> str:
 
 
 def test_each_stage_is_a_job_after_the_one_before(tmp_path: Path, file: str) -> None:
-    asked = Asked(file, ["model=model", "b.optim.lr=0.5"], {"trainer.nnodes": 2, "slurm.time": "10:00"}, rounds=2)
+    asked = PipelineRequest(
+        file, ["model=model", "b.optim.lr=0.5"], {"trainer.nnodes": 2, "slurm.time": "10:00"}, rounds=2
+    )
     planned = pipeline.plan(asked)
     assert [job.run_dir.path.relative_to(tmp_path) for job in planned.jobs] == [
         Path(f"runs/loop-1/loop-1_{name}") for name in ("1-a", "1-b", "2-a", "2-b")
@@ -60,14 +62,14 @@ def test_each_stage_is_a_job_after_the_one_before(tmp_path: Path, file: str) -> 
 
 def test_an_option_of_the_command_line_replaces_that_of_the_file_and_the_flag(file: str) -> None:
     planned = pipeline.plan(
-        Asked(file, ["model=model", "b.trainer.nnodes=5", "a.trainer.nnodes=4"], {"trainer.nnodes": 2})
+        PipelineRequest(file, ["model=model", "b.trainer.nnodes=5", "a.trainer.nnodes=4"], {"trainer.nnodes": 2})
     )
     configs: list[Any] = [job.config for job in planned.jobs]
     assert [config.trainer.nnodes for config in configs] == [4, 5]
 
 
 def test_the_record_lists_rounds_and_stages(tmp_path: Path, file: str) -> None:
-    planned = pipeline.plan(Asked(file, ["model=model"], name="mine"))
+    planned = pipeline.plan(PipelineRequest(file, ["model=model"], name="mine"))
     planned.folder.path.mkdir(parents=True)
     pipeline.prepare(planned)
     assert planned.folder.values() == [{"round": "1", "stage": "a"}, {"round": "1", "stage": "b"}]
@@ -95,7 +97,7 @@ def test_the_record_lists_rounds_and_stages(tmp_path: Path, file: str) -> None:
 )
 def test_mistakes_are_said_before_anything_is_made(tmp_path: Path, file: str, words: list[str], said: str) -> None:
     with pytest.raises(UserError) as error:
-        pipeline.plan(Asked(file, words))
+        pipeline.plan(PipelineRequest(file, words))
     assert said in str(error.value)
     assert not (tmp_path / "runs").exists()
 
@@ -103,13 +105,13 @@ def test_mistakes_are_said_before_anything_is_made(tmp_path: Path, file: str, wo
 def test_a_pipeline_is_not_submitted_twice(tmp_path: Path, file: str) -> None:
     (tmp_path / "runs/mine").mkdir(parents=True)
     with pytest.raises(UserError, match="resume it with hpc-rl requeue mine"):
-        pipeline.plan(Asked(file, ["model=model"], name="mine"))
+        pipeline.plan(PipelineRequest(file, ["model=model"], name="mine"))
 
 
 def test_the_folder_is_shared_with_the_group(tmp_path: Path, file: str, monkeypatch: pytest.MonkeyPatch) -> None:
     fake_slurm(tmp_path, monkeypatch)
     group = grp.getgrgid(os.getgid()).gr_name
-    planned = pipeline.plan(Asked(file, ["model=model"], {"slurm.group": group}, name="mine"))
+    planned = pipeline.plan(PipelineRequest(file, ["model=model"], {"slurm.group": group}, name="mine"))
     assert pipeline.submit(planned) == ["7", "7"]
     for path in (planned.folder.path, *(run.path for run in planned.folder.runs())):
         assert path.stat().st_mode & 0o7777 == 0o2750, path
@@ -124,9 +126,9 @@ def test_the_files_stay_if_a_stage_may_be_queued(
     (programs / "sbatch.fails").write_text(f'if [ -e "$0.first" ]; then {fails}; fi; touch "$0.first"')
     with pytest.raises(UserError) as found:
         if is_chain:
-            chain.submit(chain_plan(f"{FIRST} -- {SECOND}")[0])
+            chain.submit([job for job, _ in chain_plan(f"{FIRST} -- {SECOND}")[0]])
         else:
-            pipeline.submit(pipeline.plan(Asked(file, ["model=model"], rounds=1)))
+            pipeline.submit(pipeline.plan(PipelineRequest(file, ["model=model"], rounds=1)))
     assert isinstance(found.value, UnclearError) == stays == ("squeue --me" in str(found.value))
     assert calls(tmp_path)[-1] == "scancel 7", "the stage before it"
     scripts = list((tmp_path / "runs").rglob("job.sbatch")) if stays else []
@@ -142,9 +144,9 @@ def test_the_first_error_is_shown_if_the_stages_before_cannot_be_cancelled(
     (programs / "scancel.fails").write_text("echo no answer >&2; exit 1")
     with pytest.raises(UserError, match=r"(?s)squeue --me.*\njobs 7 were queued .*: cancel them with scancel 7$"):
         if is_chain:
-            chain.submit(chain_plan(f"{FIRST} -- {SECOND}")[0])
+            chain.submit([job for job, _ in chain_plan(f"{FIRST} -- {SECOND}")[0]])
         else:
-            pipeline.submit(pipeline.plan(Asked(file, ["model=model"], rounds=1)))
+            pipeline.submit(pipeline.plan(PipelineRequest(file, ["model=model"], rounds=1)))
     assert len(list((tmp_path / "runs").rglob("job.sbatch"))) == 2, "the jobs need them"
 
 
@@ -157,13 +159,13 @@ def test_a_later_stage_can_use_what_the_first_one_waits_for(
     select.mkdir(parents=True)
     (select / "job.json").write_text(json.dumps({"job_id": "5", "kind": "select"}))
     words = ["model=model", "b.data.train_files=runs/select-1/selected.jsonl"]
-    planned = pipeline.plan(Asked(file, words, after="select-1"))
+    planned = pipeline.plan(PipelineRequest(file, words, after="select-1"))
     after = [job.after for job in planned.jobs]
     assert after[0] is not None and after[0].job_ids == ("5",)
     assert after[1] is not None and after[1].coming == {select / "selected.jsonl", planned.jobs[0].run_dir.model}
 
 
-def completed(planned: pipeline.Plan) -> None:
+def completed(planned: pipeline.PlannedPipeline) -> None:
     """The folder, with the first stage as a local run leaves it."""
     planned.folder.path.mkdir(parents=True)
     pipeline.prepare(planned)
@@ -175,20 +177,20 @@ def completed(planned: pipeline.Plan) -> None:
 
 def test_a_local_pipeline_is_continued_with_the_same_settings(file: str) -> None:
     words = ["model=model"]
-    completed(pipeline.plan(Asked(file, words, name="mine", local=True)))
+    completed(pipeline.plan(PipelineRequest(file, words, name="mine", local=True)))
     for again in (
-        Asked(file, words, name="mine", local=True, rounds=2),
-        Asked(file, words, {"slurm.time": "10:00"}, name="mine", local=True),
-        Asked(file, [*words, "b.optim.lr=0.5"], name="mine", local=True),  # this stage has not run
+        PipelineRequest(file, words, name="mine", local=True, rounds=2),
+        PipelineRequest(file, words, {"slurm.time": "10:00"}, name="mine", local=True),
+        PipelineRequest(file, [*words, "b.optim.lr=0.5"], name="mine", local=True),  # this stage has not run
     ):
         assert pipeline.plan(again).folder.name == "mine"
     with pytest.raises(UserError) as error:
-        pipeline.plan(Asked(file, [*words, "a.optim.lr=0.5"], name="mine", local=True))
+        pipeline.plan(PipelineRequest(file, [*words, "a.optim.lr=0.5"], name="mine", local=True))
     assert "stage mine_1-a has completed with other settings (optim.lr: 1e-05 -> 0.5): " in str(error.value)
 
 
 def test_a_local_pipeline_is_continued_by_a_version_with_more_options(file: str) -> None:
-    asked = Asked(file, ["model=model"], name="mine", local=True)
+    asked = PipelineRequest(file, ["model=model"], name="mine", local=True)
     planned = pipeline.plan(asked)
     completed(planned)
     config = planned.jobs[0].run_dir.config
@@ -199,8 +201,8 @@ def test_a_local_pipeline_is_continued_by_a_version_with_more_options(file: str)
 
 
 def test_fewer_rounds_leave_the_later_ones_in_the_record(file: str) -> None:
-    completed(pipeline.plan(Asked(file, ["model=model"], name="mine", local=True, rounds=3)))
-    fewer = pipeline.plan(Asked(file, ["model=model"], name="mine", local=True, rounds=1))
+    completed(pipeline.plan(PipelineRequest(file, ["model=model"], name="mine", local=True, rounds=3)))
+    fewer = pipeline.plan(PipelineRequest(file, ["model=model"], name="mine", local=True, rounds=1))
     pipeline.prepare(fewer)
     assert [one["round"] for one in fewer.folder.values()] == ["1", "1", "2", "2", "3", "3"]
 
@@ -209,15 +211,15 @@ def test_a_local_pipeline_is_not_put_into_another_folder(tmp_path: Path, file: s
     said = "runs/mine exists, and is not this pipeline: choose another --job-name"
     (tmp_path / "runs/mine").mkdir(parents=True)
     with pytest.raises(UserError, match=said):
-        pipeline.plan(Asked(file, ["model=model"], name="mine", local=True))
+        pipeline.plan(PipelineRequest(file, ["model=model"], name="mine", local=True))
     (tmp_path / "runs/mine/pipeline.json").write_text(json.dumps({"stages": [{"round": "1", "stage": "b"}]}))
     with pytest.raises(UserError, match=said):
-        pipeline.plan(Asked(file, ["model=model"], name="mine", local=True))
+        pipeline.plan(PipelineRequest(file, ["model=model"], name="mine", local=True))
 
 
 def test_a_local_pipeline_waits_for_no_job(file: str) -> None:
     with pytest.raises(UserError, match="--local starts immediately: leave out --after"):
-        pipeline.plan(Asked(file, ["model=model"], after="7", local=True))
+        pipeline.plan(PipelineRequest(file, ["model=model"], after="7", local=True))
 
 
 PAGE = Path(__file__).parents[3] / "docs" / "pipelines.md"

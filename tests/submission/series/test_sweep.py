@@ -6,7 +6,7 @@ import pytest
 
 from hpc_rl.errors import UserError
 from hpc_rl.runs.run_sets import SweepDir
-from hpc_rl.submission.request import Request
+from hpc_rl.submission.request import JobRequest
 from hpc_rl.submission.series import sweep as sweeps
 from hpc_rl.submission.series.sweep import directives
 from tests.fake_slurm import calls, fake_slurm
@@ -22,9 +22,9 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def plan(*words: str, limit: int | None = None, **settings: Any) -> sweeps.Plan:
+def plan(*words: str, limit: int | None = None, **settings: Any) -> sweeps.PlannedSweep:
     dotted = {key.replace("__", "."): value for key, value in settings.items()}
-    return sweeps.plan(Request("torchrun", words, PROGRAM, {"trainer.device": "cpu", **dotted}), limit)
+    return sweeps.plan(JobRequest("torchrun", words, PROGRAM, {"trainer.device": "cpu", **dotted}), limit)
 
 
 def test_golden() -> None:

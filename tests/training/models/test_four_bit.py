@@ -167,7 +167,7 @@ def test_two_ranks_compute_as_one(path: str, tmp_path: Path) -> None:
 
 
 def test_a_run_resumes_and_exports_what_it_trained(path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hpc_rl.config.training.finetune.quantize_problems", lambda *_: ())  # it refuses CPUs
+    monkeypatch.setattr("hpc_rl.config.training.finetune.gpu_problems", lambda *_: ())  # it refuses CPUs
     base = [
         *("--kind", "sft", f"model.path={path}", f"data.train_files={write_chats(tmp_path / 'train.jsonl', 31)}"),
         *("data.train_batch_size=8", "optim.lr=1e-2", "data.max_length=256", "trainer.micro_tokens=1024"),

@@ -1,13 +1,17 @@
-"""The speed of earlier runs, from which the time of a new job is planned."""
+"""What earlier runs recorded: their speed, and the memory of their GPUs. New jobs are planned by it."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import datetime
+from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
+from hpc_rl.config.slurm import SlurmConfig
+from hpc_rl.config.tree import read_options
+from hpc_rl.formats.usage import read_spans
 from hpc_rl.run_dir import RunDir
 from hpc_rl.runs.folders import newest_runs
 from hpc_rl.tracking.metrics import MOST_STEPS, Record, read_thinned
@@ -17,10 +21,12 @@ SAME_SIZE = 0.1
 """Largest difference of two numbers of parameters, as a part of the larger one, that counts as the same size."""
 _FIRST_STEPS = 1
 """Steps that are left out: kernels are compiled and connections are made then."""
+_SAME = ("slurm.partition", "slurm.gpu_type", "slurm.constraint")
+"""Settings on which it depends which GPUs a job gets."""
 
 
 @dataclass(frozen=True)
-class Measured:
+class RunSpeed:
     """What a run recorded, as medians over its steps."""
 
     run: str
@@ -42,7 +48,7 @@ class Measured:
         return items * min(self.tokens, longest) / (self.throughput * gpus)
 
 
-def newest_like(kind: str, gpu: str, parameters: int) -> Measured | None:
+def newest_like(kind: str, gpu: str, parameters: int) -> RunSpeed | None:
     """Return what the newest run of a kind recorded, on the same kind of GPUs and with a model of the same size.
 
     The runs are those of all projects of this user.
@@ -74,13 +80,13 @@ def _submitted(job: Mapping[str, Any]) -> float:
         return 0.0
 
 
-def _measured(run: RunDir, expected: Expected, submitted: float) -> Measured | None:
+def _measured(run: RunDir, expected: Expected, submitted: float) -> RunSpeed | None:
     timed = [record for record in read_thinned(run.metrics, MOST_STEPS).records if record.get("perf/tokens_per_s")]
     records = [record for record in timed if record.get("time", 0.0) >= submitted][_FIRST_STEPS:]
     if not records or not expected.items or not expected.gpus:
         return None
     peaks = [record["perf/max_memory_gb"] for record in records if record.get("perf/max_memory_gb") is not None]
-    return Measured(
+    return RunSpeed(
         run=run.name,
         throughput=median(record["perf/tokens_per_s"] for record in records) / expected.gpus,
         tokens=median(record["perf/tokens_per_s"] / _items_per_s(record, expected.items) for record in records),
@@ -92,3 +98,45 @@ def _measured(run: RunDir, expected: Expected, submitted: float) -> Measured | N
 def _items_per_s(record: Record, items: int) -> float:
     """Return the samples or responses per second. Blocks of generation have different sizes."""
     return float(record.get("perf/responses_per_s") or items / record["perf/time_per_step"])
+
+
+class GpuMemory(NamedTuple):
+    """The memory of one GPU of a job."""
+
+    bytes: float
+    run: Path | None = None
+    """The earlier run that recorded it; None if the settings state it."""
+
+    @property
+    def source(self) -> str:
+        """What states it, in words."""
+        if self.run is None:
+            return "slurm.node.gpu_gb or slurm.gpu_type"
+        return f"the run {self.run}; if it is wrong, set slurm.node.gpu_gb"
+
+
+def gpus_like(slurm: SlurmConfig) -> GpuMemory | None:
+    """Return the GPUs of the newest job that requested the same partition, type and features of nodes.
+
+    Returns:
+        None if there is none, or if the settings name neither partition nor type, so that they fit other clusters too.
+    """
+    asked = (slurm.partition, slurm.gpu_type, slurm.constraint)
+    if slurm.partition is None and slurm.gpu_type is None:
+        return None
+    for run in newest_runs():
+        if "pid" in run.read_job() or (gigabytes := _recorded_gb(run)) is None:  # a pid: it ran on a login node
+            continue
+        options = read_options(run.config)
+        if tuple(options.get(key) for key in _SAME) == asked:
+            return GpuMemory(gigabytes * 1e9, run.path)
+    return None
+
+
+def _recorded_gb(run: RunDir) -> float | None:
+    """Return the memory of the smallest GPU of a run's newest attempt that recorded one; None without GPUs."""
+    for attempt in reversed(run.attempts()):
+        samples = [node.samples[-1] for node in read_spans(attempt) if node.samples]
+        if sizes := [gpu.total_gb for sample in samples for gpu in sample.gpus]:
+            return min(sizes)
+    return None
