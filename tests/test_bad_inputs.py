@@ -91,6 +91,7 @@ def each(command: str, expected: str, *words: str) -> list[Case]:
 
 DATA = [
     sft("data.train_files: none.jsonl: no such data file", "data.train_files=none.jsonl"),
+    sft("none.csv: no such data file", "data.train_files=none.csv"),
     sft("the data set is empty", "data.train_files=empty.jsonl"),
     sft("the data set is empty", "data.train_files=blank.jsonl"),
     sft("not-json.jsonl, line 2: not JSON", "data.train_files=not-json.jsonl"),
@@ -512,7 +513,8 @@ RESOURCES = [
         sft("not a Slurm time", "--time", time)
         for time in ("tomorrow", "1h", "24:0", "1-", "-1", "1:2:3:4", "1.5", "", "1-100:00")
     ),
-    sft("ask for more time", "--time", "2"),
+    sft("ask for more time or lower slurm.warning_s", "--time", "2"),
+    sft("slurm.time", "slurm.time=[86400]"),
     sft("ask for more time", "--time", "0"),
     sft("--nodes 0: expected at least 1", "--nodes", "0"),
     sft("set trainer.device=cpu", "--gpus-per-node", "0"),
@@ -818,12 +820,21 @@ def test_the_commands_are_valid_without_the_mistakes(
     assert answer(words, monkeypatch) == 0, capsys.readouterr().err
 
 
-@pytest.mark.parametrize("case", CASES, ids=[" ".join((case.command, *case.words))[:80] for case in CASES])
+def installed_cases() -> Iterator[Any]:
+    """Yield each case with one of the two installations, in turn; `make test-long` has it with the other one too."""
+    for number, case in enumerate(CASES):
+        in_turn = "full" if case.same_python or number % 2 == 0 else "light"
+        # Modules of another Python cannot be looked up.
+        for installation in ("full",) if case.same_python else ("full", "light"):
+            name = f"{' '.join((case.command, *case.words))[:80]}-{installation}"
+            marks = () if installation == in_turn else pytest.mark.long
+            yield pytest.param(case, installation, id=name, marks=marks)
+
+
+@pytest.mark.parametrize(("case", "installation"), installed_cases(), indirect=["installation"])
 def test_bad_input_is_explained(
     case: Case, installation: str, files: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    if case.same_python and installation == "light":
-        pytest.skip("modules of another Python cannot be looked up here")
     monkeypatch.chdir(files / case.folder)
     code = answer(words_of(case.command, case.words, installation), monkeypatch)
     shown = capsys.readouterr()

@@ -11,6 +11,7 @@ import pytest
 from hpc_rl.run_dir import RunDir
 from tests.conftest import sandbox_cluster
 from tests.e2e.workspace import Workspace
+from tests.marks import long
 from tests.sandbox.cluster import Cluster
 from tests.sandbox.processes import wait_until
 from tests.sandbox.spec import Gpus, Shape
@@ -61,7 +62,7 @@ def other(cluster: Cluster) -> str:
     return "other"
 
 
-@pytest.mark.parametrize("variable", ["SLURM_CLUSTERS", "SBATCH_CLUSTERS"])
+@pytest.mark.parametrize("variable", ["SLURM_CLUSTERS", long("SBATCH_CLUSTERS")])
 def test_a_job_in_another_cluster_is_found_requeued_and_cancelled_there(
     cluster: Cluster, workspace: Workspace, other: str, variable: str
 ) -> None:

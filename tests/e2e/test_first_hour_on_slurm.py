@@ -30,6 +30,7 @@ def workspace(cluster: Cluster) -> Workspace:
     return Workspace(folder / "project", outside.environ)
 
 
+@pytest.mark.long
 def test_sft_on_two_nodes_in_a_starter_project(workspace: Workspace) -> None:
     said = workspace.hpc_rl("submit", "sft", "--nodes", "2", *workspace.hold_at(2))
     assert said.returncode == 0, said.stderr

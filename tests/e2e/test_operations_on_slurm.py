@@ -125,6 +125,7 @@ def test_a_sweep_is_stopped_attached_to_queued_again_and_cancelled(workspace: Wo
     assert "has nothing to resume: its state is COMPLETED" in workspace.ok("requeue", "wait_2")
 
 
+@pytest.mark.long
 def test_a_chain_trains_on_what_the_stage_before_exported(workspace: Workspace, slurm_cluster: Cluster) -> None:
     first, second = ["sft", "--job-name", "one", *QUICK], ["sft", "--job-name", "two", "--nodes", "2", *QUICK[1:]]
     steps = "trainer.total_training_steps=2"

@@ -164,6 +164,7 @@ def test_a_cancelled_job_leaves_nothing(workspace: Workspace, slurm_cluster: Clu
     assert (attempt / "ray" / "node1" / "raylet.out").exists()
 
 
+@pytest.mark.long
 def test_a_node_that_is_cut_off_ends_the_job_on_both_sides_before_slurm_knows(patient_cluster: Cluster) -> None:
     workspace = make_workspace(patient_cluster.shared / "lost", patient_cluster.env)
     before = traces(patient_cluster)
@@ -179,6 +180,7 @@ def test_a_node_that_is_cut_off_ends_the_job_on_both_sides_before_slurm_knows(pa
     check_reason_comes_first(log_of(workspace, "lost"), "hpc-rl: node node2 is lost: it has not answered for")
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("nothing_left")
 def test_others_share_the_nodes_and_do_not_get_in(workspace: Workspace, slurm_cluster: Cluster) -> None:
     """Two jobs of one user and one of another share the nodes. Then the other user tries to enter the first job."""

@@ -199,6 +199,7 @@ def test_a_dead_rank_ends_the_job_and_is_named(workspace: Workspace, slurm_clust
         assert left.stdout == "", f"left on {node}"
 
 
+@pytest.mark.long
 def test_a_run_directory_that_nodes_do_not_share_names_the_node(workspace: Workspace, slurm_cluster: Cluster) -> None:
     alone = f"/dev/shm/run-{uuid.uuid4().hex[:8]}"
     for node in ("node1", "node2"):
@@ -338,6 +339,7 @@ def test_a_job_id_is_enough_from_anywhere(workspace: Workspace) -> None:
     assert not own.exists() or "COMPLETED" not in own.read_text()
 
 
+@pytest.mark.long
 def test_a_controller_that_does_not_answer_ends_nothing(workspace: Workspace, slurm_cluster: Cluster) -> None:
     (workspace.folder / "sleeper.py").write_text("import time\ntime.sleep(600)\n")
     arguments = ["submit", "torchrun", "--job-name", "asleep", "trainer.device=cpu", "--", "sleeper.py"]

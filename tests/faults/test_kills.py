@@ -105,6 +105,7 @@ def is_skipped(run: Path, file: str) -> None:
     assert final.endswith(".aside")
 
 
+@pytest.mark.long
 def test_killed_at_a_few_moments(tmp_path: Path, options: dict[str, list[str]]) -> None:
     kill_often(tmp_path, options, {"sft": 3, "ppo": 2})
 

@@ -106,6 +106,7 @@ def test_vllm_ends_its_answers(exported: Path) -> None:
     assert in_vllm(exported, "generate", list(QUESTIONS)) == [[text, "stop"] for text in ANSWERS]
 
 
+@pytest.mark.long
 @needs_vllm
 def test_vllm_and_transformers_give_the_scores_of_a_reward_model(tmp_path: Path) -> None:
     rows = [{"prompt": q, "chosen": a, "rejected": "No. " * 3} for q, a in zip(QUESTIONS, ANSWERS, strict=True)]

@@ -111,6 +111,7 @@ def test_gradients_are_those_of_a_teacher_on_the_ranks_of_the_student(base: list
         same(tmp_path / "shared" / name, tmp_path / "own" / name)
 
 
+@pytest.mark.long
 def test_several_nodes(base: list[str], tmp_path: Path) -> None:
     """Two nodes of three ranks, of which two train."""
     assert run_here(base, tmp_path / "alone") == 0

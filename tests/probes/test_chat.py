@@ -96,6 +96,7 @@ def test_the_first_line_does_not_allow_the_code_of_a_model(folder: Path, monkeyp
     assert code == 0 and len(shown) == 1 and (folder / "ran").exists(), errors
 
 
+@pytest.mark.long
 def test_a_conversation_that_is_too_long_can_be_begun_anew(folder: Path) -> None:
     code, shown, errors = say(folder, ["word " * 40, "one"], "sft-1", "--temperature", "0", "--max-tokens", "4")
     assert code == 0 and len(shown) == 1

@@ -19,6 +19,7 @@ def bench(tmp_path: Path) -> Bench:
     return Bench(Layout("cpu", 1, 4, PACKAGES), tmp_path / "runs", tmp_path / "scratch")
 
 
+@pytest.mark.long
 def test_three_ranks_send_their_weights_to_an_engine_on_another_device(bench: Bench) -> None:
     name = "hf, other devices, host, 3 + 1"
     assert "nats after an update that changed" in generation.weight_transfer(bench, name)

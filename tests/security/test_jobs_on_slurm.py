@@ -144,6 +144,7 @@ def test_a_running_job_is_out_of_reach_and_leaves_nothing(workspace: Workspace, 
     assert precious.stat().st_mode & 0o777 == 0o500
 
 
+@pytest.mark.long
 def test_a_killed_job_leaves_nothing_and_no_links_target_is_changed(
     workspace: Workspace, slurm_cluster: Cluster
 ) -> None:

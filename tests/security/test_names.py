@@ -118,6 +118,7 @@ def test_the_probe_of_an_image(home: Path) -> None:
     assert json.loads(facts)["executable"] == sys.executable
 
 
+@pytest.mark.long
 def test_the_server_of_sglang(home: Path) -> None:
     served = f"from pathlib import Path\nimport os\nos.chdir({str(home / 'project')!r})\n"
     served += "from tests.rl.rollout.sglang_engine import make_model, respond, started\n"
@@ -126,6 +127,7 @@ def test_the_server_of_sglang(home: Path) -> None:
     assert "7 responses" in found
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_ranks_of_torchrun(home: Path) -> None:
     options = [*SMALL[:2], "trainer.total_training_steps=1", "data.train_files=chats.jsonl", "data.train_batch_size=8"]
@@ -159,6 +161,7 @@ def test_an_agent_of_the_user_imports_what_is_beside_it(home: Path) -> None:
     assert in_project(home, *program(started)) == "agent 0.25\n"
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_the_trials_of_the_doctor(home: Path) -> None:
     words = ("doctor", "--local", "--on-nodes", "1", "trainer.device=cpu", "--json")

@@ -170,6 +170,7 @@ def test_torchs_own_rendezvous_lets_a_stranger_join(tmp_path: Path, monkeypatch:
         rank.wait(600)
 
 
+@pytest.mark.long
 @pytest.mark.sandbox
 @pytest.mark.slow
 @pytest.mark.usefixtures("occupied_ports")

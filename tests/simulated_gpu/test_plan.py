@@ -58,10 +58,10 @@ CASES = [
     case("sft", "0.5B", 8, 2048, KEEP),
     case("sft", "0.5B", 4, 8192, *LORA),
     case("sft", "0.5B", 1, 8192, "trainer.sharding=full"),
-    case("sft", "0.5B", 1, 8192, *LORA, small=True),
+    case("sft", "0.5B", 1, 8192, *LORA),
     case("sft", "0.5B", 1, 4096, "model.dtype=bfloat16"),
-    case("sft", "Qwen3-0.6B", 1, 8192, KEEP, small=True),
-    case("sft", "Qwen3-0.6B", 8, 8192, small=True),
+    case("sft", "Qwen3-0.6B", 1, 8192, KEEP),
+    case("sft", "Qwen3-0.6B", 8, 8192),
     case("sft", "Qwen3-0.6B", 4, 8192, *LORA, KEEP),
     case("sft", "1.5B", 8, 16384),
     case("sft", "1.5B", 4, 8192, "trainer.sharding=none"),
@@ -82,7 +82,7 @@ CASES = [
     case("sft", "7B", 8, 16384, "trainer.sequence_parallel=4", small=True),
     case("sft", "7B", 8, 4096, KEEP, "trainer.sequence_parallel=2"),
     case("sft", "14B", 8, 8192),
-    case("sft", "14B", 32, 16384, KEEP, small=True),
+    case("sft", "14B", 32, 16384, KEEP),
     case("sft", "32B", 64, 8192),
     case("sft", "32B", 16, 4096, *LORA),
     case("dpo", "0.5B", 1, 4096, small=True),
@@ -104,7 +104,7 @@ CASES = [
     case("ppo", "7B", 4, 8192, *KL, "trainer.offload=all", small=True),
     case("ppo", "1.5B", 1, 8192, *GRPO, "trainer.offload=all"),
     case("ppo", "14B", 16, 8192, *KL),
-    case("ppo", "32B", 32, 8192, *GRPO, small=True),
+    case("ppo", "32B", 32, 8192, *GRPO),
     *(
         case(kind, shape, ranks, micro_tokens, *options)
         for shape, ranks, micro_tokens in (

@@ -199,6 +199,7 @@ def test_ranks_that_do_not_divide_the_weights(trained_runs: Trained, tmp_path: P
         torch.testing.assert_close(three[name], weight, atol=1e-3, rtol=1e-3, msg=name)
 
 
+@pytest.mark.long
 def test_a_teacher_on_ranks_of_its_own(trained_runs: Trained, tmp_path: Path) -> None:
     """Two nodes of two ranks, of which one trains. Questions and answers of both are messages between GPUs."""
     teacher = make_tiny_model(tmp_path / "teacher", hidden=48)

@@ -14,7 +14,6 @@ from pathlib import Path
 import pytest
 
 from tests.e2e.ray_drivers import COUNT, WAIT
-from tests.marks import long
 
 START_S = 600
 """Deadline of a start in seconds. Ray takes 5 to 15 s on an idle machine."""
@@ -120,6 +119,7 @@ print("driver:", json.dumps([os.environ.get(name) for name in names]))
 """
 
 
+@pytest.mark.long
 def test_actors_of_a_program_get_the_proxy_and_what_works_here(jobs: Jobs) -> None:
     (jobs.folder / "proxied.py").write_text(PROXIED)
     variables = {"ROCR_VISIBLE_DEVICES": "0", "CUDA_VISIBLE_DEVICES": "0", "GLOO_SOCKET_IFNAME": "^docker0"}
@@ -134,8 +134,9 @@ def test_actors_of_a_program_get_the_proxy_and_what_works_here(jobs: Jobs) -> No
     assert {"localhost", "127.0.0.1", "127.0.0.2", socket.gethostname()} <= set(direct)
 
 
+@pytest.mark.long
 @pytest.mark.slow
-@pytest.mark.parametrize("dashboard", [long("false"), "true"])
+@pytest.mark.parametrize("dashboard", ["false", "true"])
 def test_a_start_waits_for_no_agent(jobs: Jobs, dashboard: str) -> None:
     options = [f"ray.dashboard={dashboard}", f"slurm.env.PYTHONPATH={hold(jobs.folder, 'dashboard/agent.py')}"]
     code, said = jobs.run("slow", *options, "--", "python", "count_driver.py")

@@ -50,7 +50,7 @@ def test_the_reference_is_the_policy_without_its_adapters(one_worker: Path) -> N
 @pytest.mark.parametrize(
     "split",
     [
-        ("trainer.n_gpus_per_node=2",),
+        long(("trainer.n_gpus_per_node=2",)),
         long(("trainer.n_gpus_per_node=2", "trainer.sharding=none", "model.enable_gradient_checkpointing=true")),
         ENGINE_POOL,
     ],

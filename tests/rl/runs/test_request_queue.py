@@ -154,7 +154,8 @@ def test_a_request_that_kills_every_engine_ends_the_run(cluster: None) -> None:
     assert max(map(engines.deaths.count, (0, 1))) == MOST_DEATHS + 1
 
 
-@pytest.mark.parametrize(("starts", "error"), [long("refuses", "^no such model$"), ("raises", "no free memory$")])
+@pytest.mark.long
+@pytest.mark.parametrize(("starts", "error"), [("refuses", "^no such model$"), ("raises", "no free memory$")])
 def test_engines_that_cannot_start_in_the_place_of_another_are_counted(cluster: None, starts: str, error: str) -> None:
     engines = Engines(1, starts)
     queue = queue_of(engines)

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.marks import long
 from tests.rl.runs.jobs import Runs, metrics, samples, series
 
 LETTERS = """
@@ -49,7 +50,7 @@ def check_export(folder: Path, sample: dict[str, str]) -> None:
     assert tokenizer.chat_template
 
 
-@pytest.mark.parametrize("advantage, lr", [("gae", 3e-3), ("grpo", 3e-3)])
+@pytest.mark.parametrize("advantage, lr", [long("gae", 3e-3), ("grpo", 3e-3)])
 def test_it_learns(run: Runs, tmp_path: Path, advantage: str, lr: float) -> None:
     """To write one letter, of which there are some hundred."""
     (tmp_path / "reward.py").write_text(LETTERS)

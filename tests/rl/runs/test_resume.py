@@ -34,7 +34,7 @@ def uninterrupted(run: Runs, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return run_dir
 
 
-@pytest.mark.parametrize("before, after", [long(1, 1), (1, 2), (2, 1)])
+@pytest.mark.parametrize("before, after", [long(1, 1), (1, 2), long(2, 1)])
 def test_stopped_and_continued(
     run: Runs, tmp_path: Path, uninterrupted: Path, capsys: pytest.CaptureFixture[str], before: int, after: int
 ) -> None:

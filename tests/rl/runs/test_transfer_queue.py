@@ -65,9 +65,11 @@ def client(server: Server) -> Iterator[Client]:
             *("pools.roles.actor=one", "pools.roles.rollout=one", "pools.roles.critic=two", "pools.roles.ref=two"),
         ),
         long(("algorithm.advantage=grpo", *KL, TWO_RANKS, "model.lora.rank=4", "model.lora.alpha=8")),
-        (
-            *("algorithm.advantage=gae", "algorithm.kl.where=reward", "algorithm.kl.coef=0.1"),
-            *("trainer.n_gpus_per_node=4", "trainer.sequence_parallel=2"),
+        long(
+            (
+                *("algorithm.advantage=gae", "algorithm.kl.where=reward", "algorithm.kl.coef=0.1"),
+                *("trainer.n_gpus_per_node=4", "trainer.sequence_parallel=2"),
+            )
         ),
     ],
     ids=["grpo", "shuffle", "gae", "pools", "lora", "sequence parallel"],
@@ -79,6 +81,7 @@ def test_every_metric_is_equal_bit_for_bit(run: Runs, tmp_path: Path, options: t
     assert len(metrics(tmp_path / "queue")) >= 2
 
 
+@pytest.mark.long
 def test_a_stopped_run_resumes_with_the_same_numbers(
     run: Runs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

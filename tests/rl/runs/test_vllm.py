@@ -12,7 +12,6 @@ import ray
 
 from hpc_rl.rl.loop import trainer
 from tests.helpers import make_tiny_model
-from tests.marks import long
 from tests.rl.rollout.vllm.test_engine import needs_vllm
 from tests.rl.runs.jobs import TIMEOUT_S, Runs, metrics
 
@@ -26,9 +25,10 @@ def kill_worker(actor: Any, rank: int) -> None:
     ray.get(actor.__ray_call__.remote(kill), timeout=TIMEOUT_S)
 
 
+@pytest.mark.long
 @needs_vllm
 @pytest.mark.slow
-@pytest.mark.parametrize("when", [long("wake"), "sync"])
+@pytest.mark.parametrize("when", ["wake", "sync"])
 def test_an_engine_that_has_lost_a_worker_is_replaced(
     run: Runs, tmp_path: Path, capsys: pytest.CaptureFixture[str], when: str
 ) -> None:

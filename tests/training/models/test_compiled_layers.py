@@ -151,7 +151,7 @@ def test_a_missing_compiler_is_found_before_training(tmp_path: Path, capsys: pyt
     results(model, row([5, 9]))
 
 
-@pytest.mark.parametrize("fails", ["forward", "backward"])
+@pytest.mark.parametrize("fails", [long("forward"), "backward"])
 def test_ranks_decide_together_if_one_cannot_compile(tmp_path: Path, fails: str) -> None:
     """Rank 1's compiler fails. Without an agreement, only rank 0 would train with compiled layers."""
     folder = str(make_tiny_model(tmp_path))
@@ -164,6 +164,7 @@ def test_ranks_decide_together_if_one_cannot_compile(tmp_path: Path, fails: str)
     assert found[0] == found[1] == {"compiled": 0, "loss": pytest.approx(found[0]["loss"], abs=0)}
 
 
+@pytest.mark.long
 def test_layers_that_ranks_share_are_compiled(tmp_path: Path) -> None:
     ends = spawn([compile_ranks.__file__, str(make_tiny_model(tmp_path)), "nothing"], 2, 300)
     assert [code for code, _, _ in ends] == [0, 0], ends
