@@ -197,7 +197,7 @@ def _choose_test_partition(tree: Mapping[str, Any]) -> dict[str, Any]:
     return {"slurm.partition": partition} if partition else {}
 
 
-def _edits(request: Request, tree: Mapping[str, Any]) -> dict[str, Any]:
+def _edits(request: JobRequest, tree: Mapping[str, Any]) -> dict[str, Any]:
     """Return the edits of config.yaml of a run that is submitted again, except for keys that the request names."""
     slurm = tree.get("slurm")
     name = slurm.get("job_name") if isinstance(slurm, Mapping) else None

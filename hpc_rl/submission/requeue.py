@@ -100,16 +100,9 @@ def _script_of(run: RunDir) -> str:
     """Return the script of a run, whose file of functions is there.
 
     Raises:
-        UserError: somebody else could have written it, it needs the functions of another version, or config.yaml was
-            edited, which the script would overwrite without the edit.
+        UserError: somebody else could have written it, or it needs the functions of another version.
     """
     run.check_owner()
-    if attempt := run.edited_since():
-        raise UserError(
-            f"{run.config} was edited after {attempt.name}, and a requeued job uses the settings in {run.script.name}: "
-            f"submit the run again with {control.naming_option(run)} and the changed settings as key=value, or undo "
-            f"the edit (cp {attempt / run.config.name} {run.config})"
-        )
     script = _own_script(run.script)
     write_support(script, run.support)
     return script

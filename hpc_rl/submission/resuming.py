@@ -65,7 +65,9 @@ def edits(run: RunDir) -> dict[str, Any]:
     if attempt is None:
         return {}
     before = read_options(attempt / run.config.name)
-    return {key: value for key, value in flat(read_tree(run.config)).items() if before.get(key, ...) != value}
+    return {
+        key: value for key, value in flat(read_tree(run.config, named=False)).items() if before.get(key, ...) != value
+    }
 
 
 def edits_told(run: RunDir) -> list[str]:
