@@ -307,10 +307,16 @@ class RunDir:
 
     def edited_since(self) -> Path | None:
         """Return the folder of the newest attempt with settings if config.yaml was changed after it, or None."""
-        attempt = next((path for path in reversed(self.attempts()) if (path / self.config.name).is_file()), None)
+        attempt = self.attempt_with_settings()
         if attempt is None or not self.config.is_file():
             return None
         return attempt if _content(self.config) != _content(attempt / self.config.name) else None
+
+    def attempt_with_settings(self, before: Path | None = None) -> Path | None:
+        """Return the folder of the newest attempt that has a config.yaml, or of the newest one before an attempt."""
+        found = self.attempts()
+        earlier = found[: found.index(before)] if before in found else found
+        return next((path for path in reversed(earlier) if (path / self.config.name).is_file()), None)
 
     def write_status(self, job_id: str | None, attempt: int, state: str, exit_code: int | None) -> None:
         """Write status.json, in the format of the job script's `report` function.

@@ -43,16 +43,11 @@ begin_step() {
   [ -z "${SLURM_CPUS_PER_TASK:-}" ] || export SRUN_CPUS_PER_TASK="$SLURM_CPUS_PER_TASK"
 }
 
-# Write the settings, which are part of the script, from standard input. An edited config.yaml is kept, but not used.
-write_config() {
-  local before="$HPC_RL_RUN_DIR/attempt-$((attempt - 1))/config.yaml"
-  if [ -e "$before" ] && ! cmp --quiet "$before" "$HPC_RL_RUN_DIR/config.yaml"; then
-    cp "$HPC_RL_RUN_DIR/config.yaml" "$HPC_RL_ATTEMPT_DIR/config.edited.yaml" || true
-    echo "hpc-rl: config.yaml was edited after the last attempt. The edit is not used, because the settings are in job.sbatch:" \
-      "submit the run again with key=value. The edited file is $HPC_RL_ATTEMPT_DIR/config.edited.yaml"
-  fi
-  replace config.yaml
-  cp "$HPC_RL_RUN_DIR/config.yaml" "$HPC_RL_ATTEMPT_DIR/" # what this attempt ran with
+# Copy config.yaml to the attempt, whose processes read the copy: an edit during an attempt counts from the next one on.
+take_config() {
+  local file=$HPC_RL_RUN_DIR/config.yaml
+  if [ ! -f "$file" ] || [ -L "$file" ]; then fail "finds no file $file with the settings of the job: submit the run again"; fi
+  cp "$file" "$HPC_RL_ATTEMPT_DIR/config.yaml"
 }
 
 # If this node was cut off, the next attempt may have begun on other nodes. Its stop file and state are not this script's.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -16,10 +17,12 @@ from hpc_rl.system.files import read_regular
 _MOST_BYTES = 2**19
 """Of a YAML file of another user. About 40,000 bytes are read per second."""
 MOST_OWN_BYTES = 4_000_000
-"""Of a YAML file of this user. A job script, which contains a run's configuration, has at most 4 MiB (slurm.conf(5),
-max_script_size)."""
+"""Of a YAML file of this user."""
 _MOST_VALUES = 200_000
 """Of a YAML file. One of _MOST_BYTES without aliases has less."""
+OF_PLACE = ("slurm.", "trainer.nnodes", "trainer.n_gpus_per_node", "container.", "cache.")
+"""Beginnings of keys that change where and how a run computes, and neither what nor how long. The
+job script has them."""
 VALUES = frozenset({"data.train_files"})
 """Keys whose tables are values, because the keys of these tables are not options: names of files contain dots."""
 
@@ -145,6 +148,27 @@ def flat(tables: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
         else:
             found[key] = value
     return found
+
+
+def changes(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, str]:
+    """Return the options that differ between two configurations: key -> what it was, and what it is.
+
+    Args:
+        before, after: dotted key -> value.
+    """
+    changed = [key for key in sorted(before.keys() | after.keys()) if before.get(key) != after.get(key)]
+    return {key: f"{_shown(before, key)} -> {_shown(after, key)}" for key in changed}
+
+
+def edit_lines(changed: Mapping[str, str]) -> list[str]:
+    """Return a line for each change of a run's config.yaml, whose job has an unchanged script."""
+    return [
+        f"  {key}: {text}{' (counts only in job.sbatch)' * key.startswith(OF_PLACE)}" for key, text in changed.items()
+    ]
+
+
+def _shown(values: Mapping[str, Any], key: str) -> str:
+    return json.dumps(values[key]) if key in values else "not set"
 
 
 def put(tree: dict[str, Any], key: str, value: Any) -> None:

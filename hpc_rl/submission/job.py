@@ -6,8 +6,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from hpc_rl.config.compose import dump
 from hpc_rl.config.job import JobConfig
 from hpc_rl.config.kinds import KINDS, JobKind
+from hpc_rl.config.tree import MOST_OWN_BYTES
+from hpc_rl.errors import UserError
 from hpc_rl.formats.counted import counted
 from hpc_rl.run_dir import RunDir
 from hpc_rl.slurm.commands import NodeListing
@@ -56,6 +59,23 @@ class Job:
         paths = {name: self.working_dir / name for name in names}
         states = {name: path.stat() for name, path in paths.items() if path.is_file()}
         return {name: [state.st_size, state.st_mtime_ns] for name, state in states.items()}
+
+    @property
+    def settings(self) -> str | None:
+        """config.yaml; None if the job has none: a program of the user's, or a script whose run directory has the file.
+
+        Raises:
+            UserError: it is larger than what can be read.
+        """
+        if self.row.trainer is None or type(self.config) is JobConfig:
+            return None
+        text = dump(self.config)
+        if (size := len(text.encode())) > MOST_OWN_BYTES:
+            raise UserError(
+                f"the configuration has {size:,} bytes, and at most {MOST_OWN_BYTES:,} are read: if it is long because "
+                "of its data files, join them into fewer, larger ones"
+            )
+        return text
 
     @property
     def name(self) -> str:

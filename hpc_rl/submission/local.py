@@ -12,7 +12,6 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import FrameType
 
-from hpc_rl.config.compose import dump
 from hpc_rl.errors import EXIT_STOPPED, UserError
 from hpc_rl.images.run_options import has_container_script
 from hpc_rl.images.runtimes import find_program, missing, runtime_of
@@ -48,10 +47,8 @@ def run_local(job: Job, script: str, on_poll: Callable[[], None]) -> int:
     attempt = job.run_dir.next_attempt()
     attempt.mkdir(mode=0o700)
     job.run_dir.stop.unlink(missing_ok=True)
-    if job.row.trainer is not None:
-        text = dump(job.config)
-        write_atomically(job.run_dir.config, text)
-        write_atomically(attempt / job.run_dir.config.name, text)  # what this attempt ran with
+    if (settings := job.settings) is not None:
+        write_atomically(attempt / job.run_dir.config.name, settings)  # what this attempt runs with
     if has_container_script(job.config.container):
         write_atomically(attempt / _CONTAINER, render_container(job))
     _report(job, job_id, "RUNNING", None)
@@ -134,7 +131,8 @@ def node_command(job: Job, attempt: Path) -> list[str]:
     program = list(job.program)
     if job.row.trainer is not None:
         interpreter = [] if job.row.node_entry == "hpc_rl.node.torchrun" else [python]
-        program = [*interpreter, "-P", *job.row.trainer_command, "--config", str(job.run_dir.config)]
+        settings = str(attempt / job.run_dir.config.name)
+        program = [*interpreter, "-P", *job.row.trainer_command, "--config", settings]
     options = node_options(job.config, local=True)
     return [*inside, python, "-P", "-m", job.row.node_entry, *options, *(["--", *program] if program else [])]
 

@@ -85,18 +85,24 @@ def reserved(job: Job) -> Iterator[bool]:
 
 
 def prepare(job: Job, script: str, code: str | None = None) -> None:
-    """Fill the run directory with the script and a snapshot of the code. `record` adds job.json.
+    """Fill the run directory with the script, the settings and a snapshot of the code. `record` adds job.json.
 
     Args:
         code: the snapshot, if it was taken already for several runs.
+
+    Raises:
+        UserError: the script or the settings contain a secret, or the settings are longer than what can be read.
     """
-    refuse_secrets({"the job script": script})
+    settings = job.settings
+    refuse_secrets({"the job script": script, "the configuration": settings or ""})
     reserve(job.run_dir.path)
     job.run_dir.check_owner(job.config.slurm.group)
     job.run_dir.path.chmod(stat.S_IMODE(job.run_dir.path.stat().st_mode) & ~0o022)
     if job.config.slurm.group is not None:
         share(job.run_dir.path, job.config.slurm.group)
     write_support(script, job.run_dir.support)
+    if settings is not None:
+        write_atomically(job.run_dir.config, settings, forbidden=0o022)
     write_atomically(job.run_dir.script, script, forbidden=0o022)
     write_atomically(job.run_dir.git, git_snapshot(job.working_dir) if code is None else code)
 

@@ -6,10 +6,11 @@ import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from hpc_rl.config.compose import compose
+from hpc_rl.config.compose import FillIn, compose, load_config
 from hpc_rl.config.job import JobConfig
 from hpc_rl.config.kinds import KINDS
 from hpc_rl.config.references import expanded_path
@@ -24,6 +25,7 @@ from hpc_rl.slurm.states import run_dir_of_script
 from hpc_rl.submission import queue
 from hpc_rl.submission.devices import Devices
 from hpc_rl.submission.job import Job
+from hpc_rl.submission.resuming import edits
 from hpc_rl.submission.series.after import find_after
 from hpc_rl.system.ownership import trust_group
 
@@ -97,7 +99,8 @@ def plan(request: JobRequest, taken: frozenset[str] = frozenset(), nodes: NodeLi
     devices = Devices(request.local, nodes)
     on_test_partition = request.is_test and "slurm.partition" not in request.settings
     models = models_of_runs(may_come=request.after is not None)
-    fill_in = [models, *([_choose_test_partition] if on_test_partition else []), devices.fill_in]
+    edited = [] if request.is_test else [partial(_edits, request)]
+    fill_in: list[FillIn] = [models, *edited, *([_choose_test_partition] if on_test_partition else []), devices.fill_in]
     request.trust_its_group()
     site = load_profile(request.site).values
     config = compose(request.kind, request.overrides, request.settings, site, fill_in, request.typed)
@@ -169,7 +172,7 @@ def job_of_script(kind: str, script: Path, command: tuple[str, ...] = ()) -> tup
     """Read a script that `render` wrote and that may have been edited; return its job and its text.
 
     Raises:
-        UserError: the script cannot be read, or does not name its run directory.
+        UserError: the script cannot be read, or does not name its run directory; or the settings there are invalid.
     """
     try:
         text = script.read_text()
@@ -181,7 +184,10 @@ def job_of_script(kind: str, script: Path, command: tuple[str, ...] = ()) -> tup
         raise UserError(f"--script {script}: write the run directory without $ or ` in the line {error}") from error
     if path is None:
         raise UserError(f"--script {script} has no line `export {ENV_RUN_DIR}=...`: hpc-rl render did not write it")
-    return Job(kind, JobConfig(), RunDir(Path(path).absolute()), Path.cwd(), command=command), text
+    run = RunDir(Path(path).absolute())
+    if KINDS[kind].trainer is not None:
+        load_config(kind, run.config)
+    return Job(kind, JobConfig(), run, Path.cwd(), command=command), text
 
 
 def _choose_test_partition(tree: Mapping[str, Any]) -> dict[str, Any]:
@@ -189,6 +195,16 @@ def _choose_test_partition(tree: Mapping[str, Any]) -> dict[str, Any]:
     slurm = tree.get("slurm")
     partition = slurm.get("test_partition") if isinstance(slurm, Mapping) else None
     return {"slurm.partition": partition} if partition else {}
+
+
+def _edits(request: JobRequest, tree: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the edits of config.yaml of a run that is submitted again, except for keys that the request names."""
+    slurm = tree.get("slurm")
+    name = slurm.get("job_name") if isinstance(slurm, Mapping) else None
+    folder = typed_run_dir(request) or (ROOT / str(name) if name else None)
+    named = {word.partition("=")[0].lstrip("+") for word in request.overrides} | request.settings.keys()
+    found = edits(RunDir(folder.absolute())) if folder else {}
+    return {key: value for key, value in found.items() if key not in named}
 
 
 def _possible(path: Path) -> Path:

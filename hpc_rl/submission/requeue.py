@@ -16,7 +16,7 @@ from hpc_rl.slurm import commands
 from hpc_rl.slurm.place import Place
 from hpc_rl.slurm.states import ENDED
 from hpc_rl.submission import queue
-from hpc_rl.submission.resuming import check_again, start_of
+from hpc_rl.submission.resuming import check_again, edits_told, start_of
 from hpc_rl.submission.script.directives import environment_notes
 from hpc_rl.submission.script.render import write_support
 from hpc_rl.submission.series.after import afterok, find_after_again
@@ -65,7 +65,7 @@ def _requeue_run(run: RunDir) -> str:
             f"on a file system that the nodes share, or with {control.naming_option(run)} if they see this one"
         )
     after = find_after_again([run])
-    notes = check_again([run])
+    notes = [*check_again([run]), *edits_told(run)]
     run.stop.unlink(missing_ok=True)
     queued = queue.queue(script, after, place=place_of(run))
     queue.record_again(run, queued)
@@ -100,16 +100,9 @@ def _script_of(run: RunDir) -> str:
     """Return the script of a run, whose file of functions is there.
 
     Raises:
-        UserError: somebody else could have written it, it needs the functions of another version, or config.yaml was
-            edited, which the script would overwrite without the edit.
+        UserError: somebody else could have written it, or it needs the functions of another version.
     """
     run.check_owner()
-    if attempt := run.edited_since():
-        raise UserError(
-            f"{run.config} was edited after {attempt.name}, and a requeued job uses the settings in {run.script.name}: "
-            f"submit the run again with {control.naming_option(run)} and the changed settings as key=value, or undo "
-            f"the edit (cp {attempt / run.config.name} {run.config})"
-        )
     script = _own_script(run.script)
     write_support(script, run.support)
     return script
@@ -234,6 +227,7 @@ def _requeue_sweep(sweep: SweepDir) -> str:
     for run in runs:  # the array runs these scripts
         _script_of(run)
     notes = check_again(runs)
+    notes += [line for run in runs for line in edits_told(run)]
     limit = re.search(r"^#SBATCH --array=\S*?(%\d+)$", script, re.MULTILINE)
     after = find_after_again(sweep.runs())
     for run in runs:

@@ -2,24 +2,20 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import chdir
 from pathlib import Path
 from typing import Any
 
 from hpc_rl.config.compose import load_config
 from hpc_rl.config.kinds import KINDS
-from hpc_rl.config.tree import flat, read_options, read_tree
+from hpc_rl.config.tree import OF_PLACE, changes, edit_lines, flat, read_options, read_tree
 from hpc_rl.errors import UserError
 from hpc_rl.run_dir import RunDir
 from hpc_rl.runs.control import saved_by
 from hpc_rl.submission.job import Job
 from hpc_rl.submission.preflight.checks import check
 from hpc_rl.submission.series.after import After, results_of
-
-_OF_PLACE = ("slurm.", "trainer.nnodes", "trainer.n_gpus_per_node", "container.", "cache.")
-"""Beginnings of keys that change where and how a run computes, and neither what nor how long."""
 
 
 def resumed(job: Job) -> list[str]:
@@ -39,8 +35,8 @@ def resumed(job: Job) -> list[str]:
         before = flat(read_tree(edited / run.config.name if edited else run.config))
     except UserError as error:
         return [f"run {run.name} resumes; the settings of its last attempt cannot be read: {error}"]
-    changed = changes(before, job)
-    note = [f"{run.config} was edited after {edited.name}: only settings given as key=value count"] if edited else []
+    changed = changes(before, flat(job.config.model_dump(mode="json")))
+    note = [f"{run.config} was edited after {edited.name}: the job has these edits"] if edited else []
     if run.read_status().get("state") != "COMPLETED":
         note += _changed_data(job)
     head = f"run {run.name} {start_of(run)}"
@@ -59,15 +55,28 @@ def start_of(run: RunDir) -> str:
     return f"resumes from {saved}" if saved else "starts from the beginning: it has no checkpoint"
 
 
-def changes(before: Mapping[str, Any], job: Job) -> dict[str, str]:
-    """Return the settings of a job that differ from earlier ones: key -> what it was, and what it is.
+def edits(run: RunDir) -> dict[str, Any]:
+    """Return what a user has changed in config.yaml since the newest attempt: dotted key -> new value.
 
-    Args:
-        before: dotted key -> value of a config.yaml.
+    Raises:
+        UserError: the file is not YAML.
     """
-    after = flat(job.config.model_dump(mode="json"))
-    changed = [key for key in sorted(before.keys() | after.keys()) if before.get(key) != after.get(key)]
-    return {key: f"{_shown(before, key)} -> {_shown(after, key)}" for key in changed}
+    attempt = run.edited_since()
+    if attempt is None:
+        return {}
+    before = read_options(attempt / run.config.name)
+    return {
+        key: value for key, value in flat(read_tree(run.config, named=False)).items() if before.get(key, ...) != value
+    }
+
+
+def edits_told(run: RunDir) -> list[str]:
+    """Return the edits of config.yaml that a job with an unchanged script will find, one per line."""
+    attempt = run.edited_since()
+    if attempt is None:
+        return []
+    changed = changes(read_options(attempt / run.config.name), read_options(run.config))
+    return [f"{run.config} was edited after {attempt.name}:", *edit_lines(changed)] if changed else []
 
 
 def check_again(runs: Sequence[RunDir], coming: Sequence[RunDir] = ()) -> list[str]:
@@ -104,7 +113,9 @@ def refuse_completed(job: Job) -> None:
     run = job.run_dir
     if job.row.trainer is None or run.read_status().get("state") != "COMPLETED" or not run.config.is_file():
         return
-    if all(key.startswith(_OF_PLACE) for key in changes(read_options(run.config), job)):
+    before = run.attempt_with_settings() or run.path
+    after = flat(job.config.model_dump(mode="json"))
+    if all(key.startswith(OF_PLACE) for key in changes(read_options(before / run.config.name), after)):
         raise UserError(
             f"run {run.name} has completed, and the job would have nothing to do: choose another --job-name, or let "
             "the run go on with a setting such as trainer.total_epochs"
@@ -130,7 +141,3 @@ def _changed_data(job: Job) -> Iterator[str]:
                 "would resume in the middle of other data. Restore the file, or choose another --job-name"
             )
         yield f"{file} was written again after run {job.run_dir.name} was submitted: the run resumes in the new file"
-
-
-def _shown(values: Mapping[str, Any], key: str) -> str:
-    return json.dumps(values[key]) if key in values else "not set"

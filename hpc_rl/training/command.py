@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import os
 from collections.abc import Sequence
 from pathlib import Path
 
 from hpc_rl.config.compose import compose, load_config
 from hpc_rl.config.job import JobConfig
 from hpc_rl.config.kinds import KINDS
+from hpc_rl.config.tree import changes, edit_lines, read_options
 from hpc_rl.errors import UserError
 from hpc_rl.run_dir import RunDir
 
@@ -39,8 +41,19 @@ def parse(module: str, about: str | None, arguments: Sequence[str]) -> tuple[str
         )
     if options.config:
         config = load_config(options.kind, options.config)
+        if os.environ.get("RANK", "0") == "0":
+            _tell_changes(options.config)
     else:
         from hpc_rl.training.parallel.distributed import fill_in_device
 
         config = compose(options.kind, options.overrides, fill_in=[fill_in_device])
     return options.kind, config, RunDir(options.run_dir.absolute()) if options.run_dir else None
+
+
+def _tell_changes(config: Path) -> None:
+    """Print what differs from the settings of the attempt before, if this is config.yaml of an attempt."""
+    before = RunDir(config.absolute().parents[1]).attempt_with_settings(before=config.absolute().parent)
+    if before is None:
+        return
+    if changed := changes(read_options(before / config.name), read_options(config)):
+        print("\n".join([f"hpc-rl: settings that differ from {before.name}:", *edit_lines(changed)]), flush=True)

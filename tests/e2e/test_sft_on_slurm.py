@@ -72,23 +72,33 @@ def test_a_dry_run_is_what_is_submitted(workspace: Workspace, slurm_cluster: Clu
     workspace.ok("cancel", "dry")
 
 
-def test_the_script_edited_by_hand_trains_by_plain_sbatch(workspace: Workspace, slurm_cluster: Cluster) -> None:
+def edit_steps(workspace: Workspace, run: str, steps: int) -> None:
+    config = workspace.folder / "runs" / run / "config.yaml"
+    config.write_text(re.sub("total_training_steps: [0-9]+", f"total_training_steps: {steps}", config.read_text()))
+
+
+def test_script_and_settings_edited_by_hand_train_by_plain_sbatch(workspace: Workspace, slurm_cluster: Cluster) -> None:
     script = workspace.ok("render", "sft", "--nodes", "2", "--job-name", "by-hand", *QUICK, STEPS)
-    edited = script.replace("total_training_steps: 24", "total_training_steps: 3").replace(
-        "cpus-per-task=1", "cpus-per-task=2"
-    )
-    (workspace.folder / "my.sbatch").write_text(edited)
+    (workspace.folder / "my.sbatch").write_text(script.replace("cpus-per-task=1", "cpus-per-task=2"))
+    edit_steps(workspace, "by-hand", 3)
     sbatch = ["sbatch", "--parsable", str(workspace.folder / "my.sbatch")]
     job_id = slurm_cluster.run(sbatch, cwd="/", check=True).stdout.strip()
     assert slurm_cluster.wait_job(job_id) == "COMPLETED", workspace.logs()
     assert sorted(workspace.losses("by-hand")) == [1, 2, 3]
     assert workspace.status(job_id)["run"] == "by-hand"
+    edit_steps(workspace, "by-hand", 4)
+    job_id = slurm_cluster.run(sbatch, cwd="/", check=True).stdout.strip()
+    assert slurm_cluster.wait_job(job_id) == "COMPLETED", workspace.logs()
+    assert sorted(workspace.losses("by-hand")) == [1, 2, 3, 4]
+    told = "hpc-rl: settings that differ from attempt-1:\n  trainer.total_training_steps: 3 -> 4\n"
+    assert workspace.ok("logs", "by-hand").count(told) == 1
 
 
 @pytest.mark.long
 def test_an_edited_script_goes_through_submit_too(workspace: Workspace) -> None:
     script = workspace.ok("render", "sft", "--job-name", "by-script", *QUICK, STEPS)
-    (workspace.folder / "two.sbatch").write_text(script.replace("total_training_steps: 24", "total_training_steps: 2"))
+    (workspace.folder / "two.sbatch").write_text(script)
+    edit_steps(workspace, "by-script", 2)
     workspace.ok("submit", "sft", "--script", "two.sbatch", "--wait")
     assert sorted(workspace.losses("by-script")) == [1, 2]
 

@@ -14,7 +14,7 @@ from hpc_rl.config.compose import compose, dump
 from hpc_rl.run_dir import RunDir
 from hpc_rl.submission.job import Job
 from hpc_rl.submission.launch import as_test, prepare, resumed
-from hpc_rl.submission.request import JobRequest, reserve
+from hpc_rl.submission.request import JobRequest, plan, reserve
 from tests import helpers
 from tests.fake_slurm import calls, fake_slurm
 
@@ -163,9 +163,23 @@ def test_what_is_resumed_and_what_has_changed_is_told(folder: Path) -> None:
     (run.path / "attempt-1" / "config.yaml").write_text(run.config.read_text())
     run.config.write_text(run.config.read_text() + "# mine\n")
     assert resumed(job) == [
-        f"{run.config} was edited after attempt-1: only settings given as key=value count",
+        f"{run.config} was edited after attempt-1: the job has these edits",
         "run sft-1 resumes from step-00000040, with the same settings as its last attempt",
     ]
+
+
+def test_an_edit_of_the_settings_counts_when_the_run_is_submitted_again(folder: Path) -> None:
+    run = RunDir(folder / "runs" / "mine")
+    (run.path / "attempt-1").mkdir(parents=True)
+    words = (*REQUIRED, "trainer.device=cpu", "slurm.time=1:00:00", "slurm.job_name=mine")
+    first = compose("sft", words)
+    (run.path / "attempt-1" / "config.yaml").write_text(dump(first))
+    run.config.write_text(dump(first.updated("optim.lr", 0.25).updated("trainer.seed", 7)))
+    config = plan(JobRequest("sft", (*words, "trainer.seed=9"))).config
+    assert config == first.updated("optim.lr", 0.25).updated("trainer.seed", 9), "what is typed comes first"
+    run.config.write_text(dump(first.updated("optim.lr", "fast")))
+    with pytest.raises(hpc_rl.UserError, match=r"optim\.lr"):
+        plan(JobRequest("sft", words))
 
 
 @pytest.mark.parametrize("name", ["-x", ".x", "a b", "a/b", "ü", "", "a;b", "$(x)"])

@@ -121,16 +121,10 @@ def test_a_refused_stage_leaves_those_that_wait(tmp_path: Path, slurm: Path) -> 
     assert jobs(several) == ["1", "2"]
 
 
-@pytest.mark.parametrize("is_edited", [True, False])
-def test_the_advice_names_the_folder_of_the_stage(tmp_path: Path, slurm: Path, is_edited: bool) -> None:
+def test_the_advice_names_the_folder_of_the_stage(tmp_path: Path, slurm: Path) -> None:
     several = pipeline(tmp_path, slurm, "FAILED")
     run = several.runs()[0]
-    if is_edited:
-        (run.path / "attempt-1").mkdir()
-        (run.path / "attempt-1" / run.config.name).write_text("a: 1\n")
-        run.config.write_text("a: 2\n")
-    else:
-        run.script.chmod(0o666)
+    run.script.chmod(0o666)
     with pytest.raises(UserError, match=f"with --run-dir {run.path}[ )]"):
         requeue(several)
 

@@ -206,7 +206,7 @@ def test_a_job_that_is_ending_is_not_asked_to_save(tmp_path: Path, slurm: Path, 
     assert "will save as soon as it can" in requeue(mine)
 
 
-def test_a_sweep_with_edited_settings_is_not_requeued(tmp_path: Path) -> None:
+def test_the_edited_settings_of_a_sweep_are_told(tmp_path: Path) -> None:
     hpc_rl("sweep", "torchrun", "slurm.env.LR=1,2", *PROGRAM, check=True)
     (sweep,) = (tmp_path / "runs").iterdir()
     first = RunDir(sweep / f"{sweep.name}_1")
@@ -215,25 +215,30 @@ def test_a_sweep_with_edited_settings_is_not_requeued(tmp_path: Path) -> None:
     attempt.mkdir()
     (attempt / "config.yaml").write_text("lr: 1\n")
     first.config.write_text("lr: 2\n")
-    with pytest.raises(UserError, match=r"config\.yaml was edited after attempt-1"):
-        requeue(SweepDir(sweep))
-    assert [call.split()[0] for call in calls(tmp_path)].count("sbatch") == 1
+    assert requeue(SweepDir(sweep)).endswith(f"{first.config} was edited after attempt-1:\n  lr: 1 -> 2")
+    assert [call.split()[0] for call in calls(tmp_path)].count("sbatch") == 2
 
 
-def test_a_run_with_edited_settings_is_not_requeued(tmp_path: Path) -> None:
+def test_the_edited_settings_of_a_run_are_told(tmp_path: Path) -> None:
     status = {"job_id": "5", "attempt": 1, "state": "FAILED", "exit_code": 1}
     mine = run(tmp_path, job={"job_id": "5", "working_dir": str(tmp_path)}, status=status)
     attempt = mine.path / "attempt-1"
     attempt.mkdir()
-    (attempt / "config.yaml").write_text("lr: 1\n")
-    mine.config.write_text("lr: 2\n")
-    with pytest.raises(
-        UserError, match=r"config.yaml was edited after attempt-1, .* with --job-name mine and the changed"
-    ):
+    (attempt / "config.yaml").write_text("lr: 1\nslurm: {time: '1:00:00'}\n")
+    mine.config.write_text("lr: 2\nslurm: {time: '2:00:00'}\n")
+    submitted, head, *lines = requeue(mine).splitlines()
+    assert submitted.startswith("submitted job 7") and head == f"{mine.config} was edited after attempt-1:"
+    assert lines == ["  lr: 1 -> 2", '  slurm.time: "1:00:00" -> "2:00:00" (counts only in job.sbatch)']
+
+
+def test_edited_settings_that_are_invalid_are_refused_before_the_queue(tmp_path: Path) -> None:
+    status = {"job_id": "5", "attempt": 1, "state": "FAILED", "exit_code": 1}
+    about = {"job_id": "5", "working_dir": str(tmp_path), "kind": "sft"}
+    mine = run(tmp_path, job=about, status=status)
+    mine.config.write_text("optim: {lr: fast}\nmodel: {path: m}\ndata: {train_files: [t.jsonl]}\n")
+    with pytest.raises(UserError, match=r"config\.yaml, line 1: optim\.lr"):
         requeue(mine)
     assert not any(call.startswith("sbatch") for call in calls(tmp_path))
-    mine.config.write_text("lr: 1\n")
-    assert requeue(mine).startswith("submitted job 7")
 
 
 @needs_root

@@ -11,11 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from hpc_rl import __version__
-from hpc_rl.config.compose import dump
 from hpc_rl.config.job import JobConfig
 from hpc_rl.config.ray import RayJobConfig
 from hpc_rl.config.slurm import SlurmConfig
-from hpc_rl.config.tree import MOST_OWN_BYTES
 from hpc_rl.errors import UserError
 from hpc_rl.images import run_options
 from hpc_rl.images.runtimes import runtime_of
@@ -175,7 +173,6 @@ _RESERVED = re.compile("if|then|else|elif|fi|case|esac|for|select|while|until|do
 
 def _values(job: Job) -> dict[str, Any]:
     config = job.config
-    config_text = _config_text(job) if job.row.trainer else None
     has_image = config.container.image is not None
     inside = run_options.has_container_script(config.container)
     container_text = render_container(job).rstrip() if inside else None
@@ -187,7 +184,7 @@ def _values(job: Job) -> dict[str, Any]:
         "python": job_python(config),
         "image": run_options.image_location(config.container) if has_image else None,
         "container": container_text,
-        "container_end": _end_mark("CONTAINER", container_text),
+        "container_end": _end_mark(container_text),
         "inside": 'bash "$HPC_RL_ATTEMPT_DIR/container.sh" ' if inside else "",
         "srun_options": _srun_options(job) if has_image else "",
         "working_dir": str(job.working_dir),
@@ -197,8 +194,7 @@ def _values(job: Job) -> dict[str, Any]:
         "setup": statements(tuple(config.slurm.setup)),
         "env": sorted(job_environment(config).items()),
         "epilogue": config.slurm.epilogue,
-        "config": config_text,
-        "config_end": _end_mark("CONFIG", config_text),
+        "has_config": job.row.trainer is not None,
         "warning_s": config.slurm.warning_s,
         "early_s": EARLY_S,
         "start_timeout": _start_timeout(job),
@@ -209,22 +205,6 @@ def _values(job: Job) -> dict[str, Any]:
         "node_options": " ".join(map(bash_word, node_options(config))),
         "program": program_text(job),
     }
-
-
-def _config_text(job: Job) -> str:
-    """Return the configuration as the job will read it.
-
-    Raises:
-        UserError: it is larger than what can be read.
-    """
-    text = dump(job.config).rstrip()
-    size = len(text.encode())
-    if size > MOST_OWN_BYTES:
-        raise UserError(
-            f"the configuration has {size:,} bytes, but in a job script it may have at most "
-            f"{MOST_OWN_BYTES:,}: if it is long because of its data files, join them into fewer, larger ones"
-        )
-    return text
 
 
 def _start_timeout_of(config: JobConfig) -> tuple[str, int]:
@@ -259,9 +239,9 @@ def _srun_options(job: Job) -> str:
     return "".join(f" \\\n  {bash_word(option)}" for option in options)
 
 
-def _end_mark(what: str, text: str | None) -> str:
+def _end_mark(text: str | None) -> str:
     """Return a line that ends a here-document and does not occur in it."""
-    return f"END_OF_{what}_{hashlib.sha256((text or '').encode()).hexdigest()[:8]}"
+    return f"END_OF_CONTAINER_{_sum(text or '')[:8]}"
 
 
 def node_options(config: JobConfig, local: bool = False) -> list[str]:
@@ -295,7 +275,7 @@ def program_text(job: Job) -> str:
     if job.row.trainer is not None:
         python = "" if job.row.node_entry == "hpc_rl.node.torchrun" else '"$python" '  # torchrun adds its own
         # -P: a datasets.py in the user's folder must not shadow the library of that name.
-        return f'{python}-P {" ".join(job.row.trainer_command)} --config "$HPC_RL_RUN_DIR/config.yaml"'
+        return f'{python}-P {" ".join(job.row.trainer_command)} --config "$HPC_RL_ATTEMPT_DIR/config.yaml"'
     return " ".join(map(bash_word, job.program))
 
 

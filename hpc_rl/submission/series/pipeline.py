@@ -16,7 +16,7 @@ from typing import Any
 from hpc_rl.config.groups import groups
 from hpc_rl.config.pipeline import ROUND, PlannedStage, expand, load_pipeline
 from hpc_rl.config.training.common import TrainingConfig
-from hpc_rl.config.tree import read_options
+from hpc_rl.config.tree import changes, flat, read_options
 from hpc_rl.errors import UnclearError, UserError
 from hpc_rl.run_dir import submitting
 from hpc_rl.runs.control import take_back
@@ -29,7 +29,6 @@ from hpc_rl.submission.job import Job
 from hpc_rl.submission.launch import notes_on
 from hpc_rl.submission.request import JobRequest, free_name
 from hpc_rl.submission.request import plan as plan_job
-from hpc_rl.submission.resuming import changes
 from hpc_rl.submission.script.render import render
 from hpc_rl.submission.series.after import COMPLETED, After
 from hpc_rl.submission.series.stages import check_models, check_responses
@@ -180,7 +179,11 @@ def _check_completed(job: Job) -> None:
         return
     before = read_options(job.run_dir.config)
     old = [key for key in before if not key.startswith("slurm.")]
-    if changed := [f"{key}: {text}" for key, text in changes(before, job).items() if key in old]:
+    if changed := [
+        f"{key}: {text}"
+        for key, text in changes(before, flat(job.config.model_dump(mode="json"))).items()
+        if key in old
+    ]:
         raise UserError(
             f"stage {job.run_dir.name} has completed with other settings ({'; '.join(changed)}): give the same ones to "
             "continue, or start again with another --job-name"

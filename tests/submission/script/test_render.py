@@ -16,7 +16,7 @@ from hypothesis import Phase, example, given, settings
 from hypothesis import strategies as st
 
 from hpc_rl.cli.submit import SlurmFlags
-from hpc_rl.config.compose import compose, load_config
+from hpc_rl.config.compose import compose, dump, load_config
 from hpc_rl.errors import UserError
 from hpc_rl.run_dir import RunDir
 from hpc_rl.runs.run_sets import SweepDir
@@ -91,6 +91,8 @@ def run_script(
     write_python_program(programs / "srun", FAKE_SRUN, "-SE")
     job.run_dir.path.mkdir(parents=True, exist_ok=True)
     job.run_dir.support.write_text(support_text())
+    if job.settings is not None and not job.run_dir.config.exists():
+        job.run_dir.config.write_text(job.settings)
     environ = {
         "PATH": f"{programs}:{os.environ['PATH']}",
         **{"SEEN": str(tmp / "seen.json"), "STEP_EXITS": str(exits), "STEP": step, "TMPDIR": str(tmp / "tmp")},
@@ -373,18 +375,27 @@ def test_a_disk_that_fills_up_does_not_stop_the_clean_up(tmp_path: Path) -> None
     mark.unlink()
 
 
-def test_an_edited_configuration_is_reported_and_kept(tmp_path: Path) -> None:
+def test_each_attempt_takes_the_settings_that_config_yaml_has_then(tmp_path: Path) -> None:
     config = compose("sft", ["model.path=m", "data.train_files=t.jsonl"], {"slurm.python": "/usr/bin/python3"})
     job = Job("sft", config, RunDir(tmp_path / "run"), Path("/"))
-    assert "edited" not in run_script(job, tmp_path)[0].stdout
-    assert "edited" not in run_script(job, tmp_path)[0].stdout
-    first = job.run_dir.config.read_text()
-    job.run_dir.config.write_text(first + "# mine\n")
-    assert job.run_dir.edited_since() == job.run_dir.path / "attempt-2"
-    done, _ = run_script(job, tmp_path)
-    assert "hpc-rl: config.yaml was edited after the last attempt. The edit is not used" in done.stdout
-    assert (job.run_dir.path / "attempt-3" / "config.edited.yaml").read_text() == first + "# mine\n"
-    assert job.run_dir.config.read_text() == first and job.run_dir.edited_since() is None
+    run, first = job.run_dir, dump(config)
+    done, seen = run_script(job, tmp_path)
+    assert done.returncode == 0 and str(run.path / "attempt-1" / "config.yaml") in " ".join(seen["argv"])
+    run.config.write_text(first + "# mine\n")
+    assert run.edited_since() == run.path / "attempt-1"
+    run_script(job, tmp_path)
+    assert [(path / "config.yaml").read_text() for path in run.attempts()] == [first, first + "# mine\n"]
+    assert run.edited_since() is None and run.attempt_with_settings(run.path / "attempt-2") == run.path / "attempt-1"
+
+
+def test_settings_that_are_missing_or_a_link_end_the_job_before_its_step(tmp_path: Path) -> None:
+    config = compose("sft", ["model.path=m", "data.train_files=t.jsonl"], {"slurm.python": "/usr/bin/python3"})
+    job = Job("sft", config, RunDir(tmp_path / "run"), Path("/"))
+    job.run_dir.path.mkdir()
+    (tmp_path / "other.yaml").write_text(dump(config))
+    job.run_dir.config.symlink_to(tmp_path / "other.yaml")
+    done, seen = run_script(job, tmp_path)
+    assert (done.returncode, seen) == (2, {}) and f"finds no file {job.run_dir.config} with the settings" in done.stderr
 
 
 def test_a_missing_python_or_folder_is_one_line(tmp_path: Path) -> None:
