@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-MOST_LINES = {"hpc_rl": 72920, "tests": 74200}
+MOST_LINES = {"hpc_rl": 72335, "tests": 74038}
 """Lines of Python."""
 MOST_FILES = 17
 CROWDED = {
@@ -22,7 +22,7 @@ CROWDED = {
 }
 """Folders with more than MOST_FILES modules."""
 LONG_FILES = {
-    *("hpc_rl/rl/rollout/vllm/engine.py", "hpc_rl/run_dir.py", "hpc_rl/runs/status.py"),
+    *("hpc_rl/rl/rollout/vllm/engine.py", "hpc_rl/run_dir.py"),
     *("hpc_rl/training/checkpoints/model_state.py", "tests/data/reading/test_stream.py"),
     *("tests/doctor/test_diagnosis.py", "tests/finetune/test_preferences.py", "tests/rl/endpoint/test_server.py"),
     *("tests/rl/rollout/vllm/test_engine.py", "tests/runs/test_status.py", "tests/security/network_intruder.py"),
@@ -32,10 +32,9 @@ LONG_FILES = {
 }
 """Files of more than 400 lines."""
 SHARED_NAMES = {
-    *("Actor", "Answer", "Asked", "Batch", "Call", "Chat", "Conversations", "Counts", "End", "Ended", "Endpoint"),
-    *("Estimate", "Failed", "Finding", "Group", "Held", "Measured", "Node", "Order", "Outcome", "Part", "Place"),
-    *("Placed", "Plan", "Progress", "Reference", "Reply", "Request", "Result", "Row", "Rows", "Runner", "Scoring"),
-    *("Session", "Shape", "Snapshot", "Source", "Start", "Teacher", "Watch", "Watched", "Work"),
+    *("Actor", "Answer", "Asked", "Batch", "Call", "Conversations", "Ended", "Endpoint", "Estimate", "Finding"),
+    *("Group", "Node", "Outcome", "Place", "Plan", "Progress", "Reference", "Reply", "Rows", "Runner", "Scoring"),
+    *("Source", "Start", "Teacher", "Watch"),
 }
 """Public classes of which hpc_rl has more than one."""
 

@@ -36,9 +36,9 @@ def test_each_stage_trains_the_model_of_the_one_before(folder: Path) -> None:
     stages, notes = plan(f"{FIRST} --nodes 2 -- {SECOND} --time 1:00:00 -- {SECOND} --job-name last")
     jobs, scripts = [job for job, _ in stages], [script for _, script in stages]
     assert [job.run_dir.name for job in jobs] == ["sft-1", "sft-2", "last"]
-    assert "path: model\n" in scripts[0]
-    for (before, _), (job, script) in pairwise(stages):
-        assert f"path: {before.run_dir.model}\n" in script
+    assert "path: model\n" in str(jobs[0].settings)
+    for before, job in pairwise(jobs):
+        assert f"path: {before.run_dir.model}\n" in str(job.settings)
         assert job.after is not None and job.after.target == str(before.run_dir.path)
     assert "--nodes=2\n" in scripts[0] and "--nodes=1\n" in scripts[1]
     assert "--time=1:00:00\n" in scripts[1] and "--time" not in scripts[0]
