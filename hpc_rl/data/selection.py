@@ -105,7 +105,7 @@ def _selected(
     if counts.failed == counts.responses:
         raise UserError(
             f"none of {counts.responses:,} responses has a score, because the reward failed for all of them: "
-            "repair the reward and generate again"
+            "fix the reward function and generate again"
         )
     if not counts.rows:
         raise UserError(f"nothing was selected: {counts}")
@@ -217,7 +217,7 @@ def select(files: Sequence[str], method: str, threshold: float | None, output: P
     """
     compares = method != "threshold"
     if not compares and threshold is None:
-        raise ValueError("a selection by threshold needs one")
+        raise ValueError("a selection by threshold needs a threshold")
     choose = _COMPARING[method] if compares else above(threshold or 0.0)
     counts = SelectionCounts()
     write_jsonl(output, _selected(map(_responses, files), choose, compares, counts))

@@ -58,7 +58,7 @@ def check_image(image: Path, architecture: str | None = None) -> None:
         )
     built_for, size = header
     if found < size:
-        raise UserError(f"image {image} is incomplete: it has {found:,} of {size:,} bytes; copy it or build it again")
+        raise UserError(f"image {image} is incomplete: it has {found:,} of {size:,} bytes; copy it again or rebuild it")
     wanted = architecture or this_architecture()
     if built_for != wanted:
         raise UserError(

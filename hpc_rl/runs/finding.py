@@ -67,7 +67,7 @@ def _run_of_job(job_id: str) -> RunDir:
             elif any(known.startswith(f"{job_id}_") for known in ids):
                 raise _names_several(job_id, path.parent)
     if len(found) > 1:  # of several clusters, or of one that has begun to count again
-        raise UserError(f"job {job_id} is that of several runs: name one of {', '.join(run.name for run in found)}")
+        raise UserError(f"job {job_id} belongs to several runs: name one of {', '.join(run.name for run in found)}")
     if found:
         return found[0]
     where = f"job {job_id} does not belong to a run in {ROOT.absolute()} or another folder of your runs"
@@ -80,9 +80,9 @@ def _run_of_job(job_id: str) -> RunDir:
         past = (
             f"in Slurm's accounting it is {state.state}, without the path of its log"
             if state
-            else "Slurm has no record of it, as is usual some minutes after the end of a job without accounting"
+            else "Slurm has no record of it: without accounting, Slurm forgets a job some minutes after its end"
         )
-        raise UserError(f"{where}, and {past}: name the run or its directory")
+        raise UserError(f"{where}, and {past}; name the run or its directory")
     if not is_run(Path(log).parent):
         raise UserError(f"job {job_id} is not a run of hpc-rl: its log is {log}")
     return RunDir(Path(log).parent)

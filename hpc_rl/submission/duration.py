@@ -55,7 +55,7 @@ def duration_of(
     if found is None:
         assert isinstance(config, PpoConfig | GenerateConfig)
         engine = engine_name(config.rollout, config.trainer.computes_on)
-        return f"unknown, because no speed is known of rollout.name={engine}"
+        return f"unknown, because no speed is known for rollout.name={engine}"
     basis = f"at {_percent(MFU)} of {model.tflops:g} TFLOPS"
     if isinstance(config, PpoConfig | GenerateConfig):
         basis += f" and {_percent(BANDWIDTH)} of {model.bandwidth:g} TB/s"

@@ -381,7 +381,7 @@ def test_a_run_is_found_by_the_id_of_any_of_its_jobs_from_any_folder(
     (tmp_path / "other").mkdir()
     monkeypatch.chdir(tmp_path / "other")
     assert find_run("9") == find_run("7") == run
-    with pytest.raises(UserError, match="Slurm has no record of it, as is usual some minutes after"):
+    with pytest.raises(UserError, match="Slurm has no record of it: without accounting, Slurm forgets"):
         find_run("8")
     (tmp_path / "slurm" / "sacct").write_text("#!/bin/sh\necho '8|TIMEOUT|0:0|node1|None'\n")
     with pytest.raises(UserError, match="in Slurm's accounting it is TIMEOUT, without the path of its log"):

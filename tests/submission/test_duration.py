@@ -35,7 +35,7 @@ def test_a_range() -> None:
     [
         ("sft", (), "unknown, because slurm.gpu_type is not set: use a name such as h100 or a100"),
         ("sft", ("slurm.gpu_type=a100_3g.20gb",), "unknown, because slurm.gpu_type=a100_3g.20gb names no known model"),
-        ("ppo", ("slurm.gpu_type=h100", "rollout.name=hf"), "unknown, because no speed is known of rollout.name=hf"),
+        ("ppo", ("slurm.gpu_type=h100", "rollout.name=hf"), "unknown, because no speed is known for rollout.name=hf"),
     ],
 )
 def test_an_unknown_speed(kind: str, words: tuple[str, ...], reason: str) -> None:

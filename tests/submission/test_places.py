@@ -138,7 +138,7 @@ def test_runs_of_two_clusters_with_one_id_are_told_apart(tmp_path: Path, slurm: 
         run.script.touch()
         run.job.write_text(json.dumps({"job_id": "7", "place": {"cluster": name}}))
     done = hpc_rl("status", "7")
-    assert done.returncode == 2 and "job 7 is that of several runs: name one of" in done.stderr
+    assert done.returncode == 2 and "job 7 belongs to several runs: name one of" in done.stderr
 
 
 @pytest.mark.parametrize(

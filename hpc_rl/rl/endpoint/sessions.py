@@ -210,11 +210,11 @@ class Sessions:
         late = [each for each in taken if now_s - each.taken_s > self._timeout_s]
         for session in late:
             self._heard_s = now_s
-            self._fail(session, f"the agent took over {self._timeout_s:g} s (agent.timeout_s)")
+            self._fail(session, f"the agent took more than {self._timeout_s:g} s (agent.timeout_s)")
         if self._waiting and now_s - self._heard_s > self._timeout_s:
             waiting, self._waiting = self._waiting, []
             for *_, session in waiting:
-                reason = f"no agent took the session, and none did anything for {self._timeout_s:g} s"
+                reason = f"no agent took the session or sent a request within {self._timeout_s:g} s"
                 self._fail(session, f"{reason} (agent.timeout_s)")
 
     def close(self) -> None:

@@ -110,7 +110,7 @@ def test_sessions_that_wait_end_only_if_no_agent_does_anything(sessions: Session
     assert not has_ended(waiting)
     sessions.expire(now_s + 2 * TIMEOUT_S + 30)
     assert has_ended(waiting) and sessions.take(key) is None
-    assert first.outcome == Outcome(None, error="the agent took over 600 s (agent.timeout_s)")
+    assert first.outcome == Outcome(None, error="the agent took more than 600 s (agent.timeout_s)")
 
 
 def test_agents_that_only_come_and_go_do_nothing(sessions: Sessions, monkeypatch: pytest.MonkeyPatch) -> None:
