@@ -120,7 +120,7 @@ def rows_of(results: dict[str, dict[str, float]]) -> list[list[str]]:
     """Return the rows of the table."""
     return [
         [
-            f"{nodes} nodes",
+            f"{int(nodes):,} nodes",
             f"{found['all_ready_s']:.1f}",
             f"{found['node_0_processor_s']:.2f}",
             f"{100 * found['node_0_processor_per_s']:.1f} %",
