@@ -20,9 +20,11 @@ MOST_OWN_BYTES = 4_000_000
 """Of a YAML file of this user."""
 _MOST_VALUES = 200_000
 """Of a YAML file. One of _MOST_BYTES without aliases has less."""
-OF_PLACE = ("slurm.", "trainer.nnodes", "trainer.n_gpus_per_node", "container.", "cache.")
-"""Beginnings of keys that change where and how a run computes, and neither what nor how long. The
-job script has them."""
+OF_PLACE = (
+    *("slurm.", "container.", "cache.", "ray.", "ray_kwargs."),
+    *("trainer.nnodes", "trainer.n_gpus_per_node", "trainer.device", "trainer.hang_timeout_s"),
+)
+"""Beginnings of keys that the job script contains too. They change neither what a run computes nor how long."""
 VALUES = frozenset({"data.train_files"})
 """Keys whose tables are values, because the keys of these tables are not options: names of files contain dots."""
 
@@ -158,13 +160,6 @@ def changes(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, st
     """
     changed = [key for key in sorted(before.keys() | after.keys()) if before.get(key) != after.get(key)]
     return {key: f"{_shown(before, key)} -> {_shown(after, key)}" for key in changed}
-
-
-def edit_lines(changed: Mapping[str, str]) -> list[str]:
-    """Return a line for each change of a run's config.yaml, whose job has an unchanged script."""
-    return [
-        f"  {key}: {text}{' (counts only in job.sbatch)' * key.startswith(OF_PLACE)}" for key, text in changed.items()
-    ]
 
 
 def _shown(values: Mapping[str, Any], key: str) -> str:
