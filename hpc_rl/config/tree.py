@@ -33,9 +33,20 @@ class _Loader(yaml.SafeLoader):
     """PyYAML's safe loader, which also reads 1e-5 as a number."""
 
 
-_Loader.add_implicit_resolver(
-    "tag:yaml.org,2002:float", re.compile(r"^[-+]?\d+(\.\d*)?[eE][-+]?\d+$"), list("-+0123456789")
-)
+class _Dumper(yaml.SafeDumper):
+    """PyYAML's safe dumper, which quotes every text that the loader would read as a number."""
+
+
+for _one in (_Loader, _Dumper):
+    _one.add_implicit_resolver(
+        "tag:yaml.org,2002:float", re.compile(r"^[-+]?\d+(\.\d*)?[eE][-+]?\d+$"), list("-+0123456789")
+    )
+
+
+def yaml_text(values: Mapping[str, Any]) -> str:
+    """Return nested tables as YAML that `compose_yaml` reads back."""
+    # ASCII only: PyYAML writes some Unicode line breaks literally and reads them back as spaces.
+    return str(yaml.dump(values, Dumper=_Dumper, sort_keys=False, width=120))
 
 
 class OversizeError(yaml.MarkedYAMLError):

@@ -218,9 +218,11 @@ def test_an_old_configuration_with_a_dollar_is_no_obstacle(folder: Path) -> None
     run = RunDir(folder / "runs" / "sft-1")
     run.path.mkdir(parents=True)
     config = compose("sft", REQUIRED, {"slurm.setup": ["export X=${PATH%%:*}"]})
-    run.config.write_text(dump(config))
+    (run.path / "attempt-1").mkdir()
+    settings = run.path / "attempt-1" / "config.yaml"
+    settings.write_text(dump(config))
     assert resumed(Job("sft", config, run, folder)) == [
         "run sft-1 starts from the beginning: it has no checkpoint, with the same settings as its last attempt"
     ]
-    run.config.write_text("{")
+    settings.write_text("{")
     assert "cannot be read" in resumed(Job("sft", config, run, folder))[0]
