@@ -65,8 +65,18 @@ class RunDir:
 
     @property
     def config(self) -> Path:
-        """The resolved configuration, YAML; written by the job script."""
+        """The options of the run's next attempt, YAML. A user may edit them."""
         return self.path / _CONFIG
+
+    @property
+    def written(self) -> Path:
+        """The options that hpc-rl wrote, without the user's edits; see `hpc_rl.submission.edits`."""
+        return self.path / f".{_CONFIG}.written"
+
+    @property
+    def latest_settings(self) -> Path:
+        """The options of the newest attempt, or of the next one if there was none yet."""
+        return (self.attempt_with_settings() or self.path) / _CONFIG
 
     @property
     def script(self) -> Path:

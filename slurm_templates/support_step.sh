@@ -46,8 +46,10 @@ begin_step() {
 # Copy config.yaml to the attempt, whose processes read the copy: an edit during an attempt counts from the next one on.
 take_config() {
   local file=$HPC_RL_RUN_DIR/config.yaml
-  if [ ! -f "$file" ] || [ -L "$file" ]; then fail "finds no file $file with the settings of the job: submit the run again"; fi
-  cp "$file" "$HPC_RL_ATTEMPT_DIR/config.yaml"
+  if [ ! -f "$file" ] || [ -L "$file" ]; then fail "finds no file $file with the settings of the job, or a link: submit the run again"; fi
+  [ -z "$(find "$file" -perm /022)" ] || fail "finds that others can write to $file: look at it, and take their right away (chmod go-w)"
+  cp "$file" "$HPC_RL_ATTEMPT_DIR/.config.partial"
+  mv "$HPC_RL_ATTEMPT_DIR/.config.partial" "$HPC_RL_ATTEMPT_DIR/config.yaml"
 }
 
 # If this node was cut off, the next attempt may have begun on other nodes. Its stop file and state are not this script's.

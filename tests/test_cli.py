@@ -169,8 +169,9 @@ def test_help_and_dry_run_import_nothing_heavy(folder: Path) -> None:
 def test_a_home_folder_is_found(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", str(folder))
     words = ["model.path=~/model", "data.train_files=~/train.jsonl", "data.train_batch_size=4"]
-    script = run(folder, "submit", "sft", "--dry-run", *words).stdout
-    assert f"path: {folder}/model\n" in script and f"- {folder}/train.jsonl\n" in script
+    run(folder, "render", "sft", "--job-name", "mine", *words)
+    settings = (folder / "runs" / "mine" / "config.yaml").read_text()
+    assert f"path: {folder}/model\n" in settings and f"- {folder}/train.jsonl\n" in settings
 
 
 def test_submissions_at_once_get_names_of_their_own(folder: Path) -> None:

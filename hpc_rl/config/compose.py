@@ -23,7 +23,7 @@ from hpc_rl.config.keys import MISSING, documented_keys, find_annotation, leaf_t
 from hpc_rl.config.kinds import KINDS
 from hpc_rl.config.origins import line_in, origins
 from hpc_rl.config.references import resolve, short
-from hpc_rl.config.tree import flat, merged, put, read_tree
+from hpc_rl.config.tree import flat, merged, put, read_tree, yaml_text
 from hpc_rl.errors import UserError
 from hpc_rl.software.secrets import refuse_secrets
 
@@ -159,13 +159,7 @@ def validate(
 
 def dump(config: BaseModel | Mapping[str, Any]) -> str:
     """Write a configuration, or a part of one, as YAML; `load_config` reads that of a whole one."""
-    import yaml
-
-    values = config.model_dump(mode="json") if isinstance(config, BaseModel) else dict(config)
-
-    # ASCII only: PyYAML writes some Unicode line breaks literally and reads them back as spaces.
-    text: str = yaml.safe_dump(values, sort_keys=False, width=120)
-    return text
+    return yaml_text(config.model_dump(mode="json") if isinstance(config, BaseModel) else dict(config))
 
 
 def _tree(job: str, overrides: Sequence[str], site: Mapping[str, Any] | None) -> dict[str, Any]:

@@ -20,9 +20,11 @@ MOST_OWN_BYTES = 4_000_000
 """Of a YAML file of this user."""
 _MOST_VALUES = 200_000
 """Of a YAML file. One of _MOST_BYTES without aliases has less."""
-OF_PLACE = ("slurm.", "trainer.nnodes", "trainer.n_gpus_per_node", "container.", "cache.")
-"""Beginnings of keys that change where and how a run computes, and neither what nor how long. The
-job script has them."""
+OF_PLACE = (
+    *("slurm.", "container.", "cache.", "ray.", "ray_kwargs."),
+    *("trainer.nnodes", "trainer.n_gpus_per_node", "trainer.device", "trainer.hang_timeout_s"),
+)
+"""Beginnings of keys that the job script contains too. They change neither what a run computes nor how long."""
 VALUES = frozenset({"data.train_files"})
 """Keys whose tables are values, because the keys of these tables are not options: names of files contain dots."""
 
@@ -31,9 +33,20 @@ class _Loader(yaml.SafeLoader):
     """PyYAML's safe loader, which also reads 1e-5 as a number."""
 
 
-_Loader.add_implicit_resolver(
-    "tag:yaml.org,2002:float", re.compile(r"^[-+]?\d+(\.\d*)?[eE][-+]?\d+$"), list("-+0123456789")
-)
+class _Dumper(yaml.SafeDumper):
+    """PyYAML's safe dumper, which quotes every text that the loader would read as a number."""
+
+
+for _one in (_Loader, _Dumper):
+    _one.add_implicit_resolver(
+        "tag:yaml.org,2002:float", re.compile(r"^[-+]?\d+(\.\d*)?[eE][-+]?\d+$"), list("-+0123456789")
+    )
+
+
+def yaml_text(values: Mapping[str, Any]) -> str:
+    """Return nested tables as YAML that `compose_yaml` reads back."""
+    # ASCII only: PyYAML writes some Unicode line breaks literally and reads them back as spaces.
+    return str(yaml.dump(values, Dumper=_Dumper, sort_keys=False, width=120))
 
 
 class OversizeError(yaml.MarkedYAMLError):
@@ -158,13 +171,6 @@ def changes(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, st
     """
     changed = [key for key in sorted(before.keys() | after.keys()) if before.get(key) != after.get(key)]
     return {key: f"{_shown(before, key)} -> {_shown(after, key)}" for key in changed}
-
-
-def edit_lines(changed: Mapping[str, str]) -> list[str]:
-    """Return a line for each change of a run's config.yaml, whose job has an unchanged script."""
-    return [
-        f"  {key}: {text}{' (counts only in job.sbatch)' * key.startswith(OF_PLACE)}" for key, text in changed.items()
-    ]
 
 
 def _shown(values: Mapping[str, Any], key: str) -> str:

@@ -34,7 +34,7 @@ MARK = "flight recorder: "
 OF_GLOO = ".gloo"
 """End of the name of the second file of a rank on a GPU. This file has the collectives in host memory."""
 _FILE = re.compile(rf"flight-(?:(?P<pool>.+)-)?rank(?P<rank>\d+)(?P<second>{re.escape(OF_GLOO)})?")
-_LIBRARY = re.compile(r"[/\\](?:torch|hpc_rl[/\\]training[/\\]distributed)[/\\.]|^<")
+_LIBRARY = re.compile(r"[/\\](?:torch|hpc_rl[/\\]training[/\\]parallel)[/\\.]|^<")
 """Files of frames that are not the place in a program where a collective was called."""
 _MOST_RANKS = 8
 

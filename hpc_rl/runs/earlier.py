@@ -127,7 +127,7 @@ def gpus_like(slurm: SlurmConfig) -> GpuMemory | None:
     for run in newest_runs():
         if "pid" in run.read_job() or (gigabytes := _recorded_gb(run)) is None:  # a pid: it ran on a login node
             continue
-        options = read_options(run.config)
+        options = read_options(run.latest_settings)
         if tuple(options.get(key) for key in _SAME) == asked:
             return GpuMemory(gigabytes * 1e9, run.path)
     return None

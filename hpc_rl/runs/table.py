@@ -48,7 +48,7 @@ class RunRow:
     @cached_property
     def options(self) -> dict[str, Any]:
         """The run's configuration as dotted keys; empty if it cannot be read."""
-        return read_options(RunDir(Path(self.status.run_dir)).config)
+        return read_options(RunDir(Path(self.status.run_dir)).latest_settings)
 
     def cell(self, column: str) -> Any:
         """Return the value of a column, a metric, a swept key or an option; None if it is null or the run has none."""

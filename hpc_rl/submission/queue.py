@@ -22,6 +22,7 @@ from hpc_rl.slurm import commands
 from hpc_rl.slurm.place import Place, is_single
 from hpc_rl.software import git
 from hpc_rl.software.secrets import hidden, refuse_secrets
+from hpc_rl.submission.edits import edits, without
 from hpc_rl.submission.job import Job
 from hpc_rl.submission.script.directives import clusters_of
 from hpc_rl.submission.script.render import write_support
@@ -102,7 +103,9 @@ def prepare(job: Job, script: str, code: str | None = None) -> None:
         share(job.run_dir.path, job.config.slurm.group)
     write_support(script, job.run_dir.support)
     if settings is not None:
+        unedited = without(job.config, edits(job.run_dir, job.kind))
         write_atomically(job.run_dir.config, settings, forbidden=0o022)
+        write_atomically(job.run_dir.written, unedited, forbidden=0o022)
     write_atomically(job.run_dir.script, script, forbidden=0o022)
     write_atomically(job.run_dir.git, git_snapshot(job.working_dir) if code is None else code)
 

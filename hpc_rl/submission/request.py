@@ -24,8 +24,9 @@ from hpc_rl.slurm.place import here
 from hpc_rl.slurm.states import run_dir_of_script
 from hpc_rl.submission import queue
 from hpc_rl.submission.devices import Devices
+from hpc_rl.submission.edits import edits
 from hpc_rl.submission.job import Job
-from hpc_rl.submission.resuming import edits
+from hpc_rl.submission.script.render import has_own_settings
 from hpc_rl.submission.series.after import find_after
 from hpc_rl.system.ownership import trust_group
 
@@ -185,7 +186,7 @@ def job_of_script(kind: str, script: Path, command: tuple[str, ...] = ()) -> tup
     if path is None:
         raise UserError(f"--script {script} has no line `export {ENV_RUN_DIR}=...`: hpc-rl render did not write it")
     run = RunDir(Path(path).absolute())
-    if KINDS[kind].trainer is not None:
+    if KINDS[kind].trainer is not None and not has_own_settings(text):
         load_config(kind, run.config)
     return Job(kind, JobConfig(), run, Path.cwd(), command=command), text
 
@@ -198,13 +199,20 @@ def _choose_test_partition(tree: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _edits(request: JobRequest, tree: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the edits of config.yaml of a run that is submitted again, except for keys that the request names."""
+    """Return the edits of config.yaml of a run that is submitted again, except for keys that the request names.
+
+    Raises:
+        UserError: others could have written the file, or it is invalid.
+    """
     slurm = tree.get("slurm")
-    name = slurm.get("job_name") if isinstance(slurm, Mapping) else None
-    folder = typed_run_dir(request) or (ROOT / str(name) if name else None)
+    slurm = slurm if isinstance(slurm, Mapping) else {}
+    folder = typed_run_dir(request) or (ROOT / str(slurm["job_name"]) if slurm.get("job_name") else None)
+    if folder is None or not folder.is_dir():
+        return {}
+    run = RunDir(folder.absolute())
+    run.check_owner(slurm.get("group"))
     named = {word.partition("=")[0].lstrip("+") for word in request.overrides} | request.settings.keys()
-    found = edits(RunDir(folder.absolute())) if folder else {}
-    return {key: value for key, value in found.items() if key not in named}
+    return {key: edit.wanted for key, edit in edits(run, request.kind).items() if key not in named}
 
 
 def _possible(path: Path) -> Path:

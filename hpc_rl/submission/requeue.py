@@ -16,9 +16,10 @@ from hpc_rl.slurm import commands
 from hpc_rl.slurm.place import Place
 from hpc_rl.slurm.states import ENDED
 from hpc_rl.submission import queue
-from hpc_rl.submission.resuming import check_again, edits_told, start_of
+from hpc_rl.submission.edits import check_edits
+from hpc_rl.submission.resuming import check_again, start_of
 from hpc_rl.submission.script.directives import environment_notes
-from hpc_rl.submission.script.render import write_support
+from hpc_rl.submission.script.render import has_own_settings, write_support
 from hpc_rl.submission.series.after import afterok, find_after_again
 from hpc_rl.system.disk import own_disk
 from hpc_rl.system.ownership import open_own
@@ -51,8 +52,9 @@ def _requeue_run(run: RunDir) -> str:
     if not run.script.is_file():
         raise UserError(f"run {run.name} has no {run.script.name}: submit it again with {control.naming_option(run)}")
     script = _script_of(run)
+    edited = check_edits(run)
     if now.active:
-        return _from_within(run, now, script)
+        return "\n".join([_from_within(run, now, script), *edited])
     if now.job_id is not None and not in_slurm(run):
         raise UserError(
             f"run {run.name} was not queued by Slurm: run the command that started it again, with "
@@ -65,7 +67,7 @@ def _requeue_run(run: RunDir) -> str:
             f"on a file system that the nodes share, or with {control.naming_option(run)} if they see this one"
         )
     after = find_after_again([run])
-    notes = [*check_again([run]), *edits_told(run)]
+    notes = [*check_again([run]), *edited]
     run.stop.unlink(missing_ok=True)
     queued = queue.queue(script, after, place=place_of(run))
     queue.record_again(run, queued)
@@ -104,6 +106,11 @@ def _script_of(run: RunDir) -> str:
     """
     run.check_owner()
     script = _own_script(run.script)
+    if has_own_settings(script) and run.edited_since():
+        raise UserError(
+            f"{run.config} was edited, but {run.script} of an earlier version of hpc-rl would replace it: submit the "
+            f"run again with {control.naming_option(run)} and the edited options as key=value"
+        )
     write_support(script, run.support)
     return script
 
@@ -137,7 +144,8 @@ def _requeue_pipeline(pipeline: RunSet) -> str:
     _refuse_blocked(pipeline, before, again)
     runs = [run_of(now) for now in again]
     scripts = [_script_of_stage(pipeline, now) for now in again]
-    check_again(runs, coming=pipeline.runs())
+    notes = check_again(runs, coming=pipeline.runs())
+    notes += [line for run in runs for line in check_edits(run)]
     after = None if before else find_after_again([run_of(found[0])])
     options = after.sbatch_options if after else afterok([str(now.job_id) for now in before[-1:] if now.active])
     place = place_of(run_of(found[0]))
@@ -158,10 +166,11 @@ def _requeue_pipeline(pipeline: RunSet) -> str:
             queue.write_job(run, job)
         raise
     queue.record_code(runs)
-    return (
+    jobs = (
         f"submitted jobs {submitted[0]} to {submitted[-1]}: {len(again)} of {len(found)} stages of pipeline "
         f"{pipeline.name}, from {again[0].run} on"
     )
+    return "\n".join([jobs, *notes])
 
 
 def _remove_from_queue(waiting: Sequence[RunStatus], place: Place) -> None:
@@ -227,7 +236,7 @@ def _requeue_sweep(sweep: SweepDir) -> str:
     for run in runs:  # the array runs these scripts
         _script_of(run)
     notes = check_again(runs)
-    notes += [line for run in runs for line in edits_told(run)]
+    notes += [line for run in runs for line in check_edits(run)]
     limit = re.search(r"^#SBATCH --array=\S*?(%\d+)$", script, re.MULTILINE)
     after = find_after_again(sweep.runs())
     for run in runs:

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import chdir
 from pathlib import Path
-from typing import Any
 
 from hpc_rl.config.compose import load_config
 from hpc_rl.config.kinds import KINDS
-from hpc_rl.config.tree import OF_PLACE, changes, edit_lines, flat, read_options, read_tree
+from hpc_rl.config.tree import OF_PLACE, changes, flat, read_options, read_tree
 from hpc_rl.errors import UserError
 from hpc_rl.run_dir import RunDir
 from hpc_rl.runs.control import saved_by
+from hpc_rl.submission.edits import edits, kept
 from hpc_rl.submission.job import Job
 from hpc_rl.submission.preflight.checks import check
 from hpc_rl.submission.series.after import After, results_of
@@ -28,15 +28,17 @@ def resumed(job: Job) -> list[str]:
         UserError: the data has changed; see `check_again`.
     """
     run = job.run_dir
-    if not run.config.is_file() or job.row.trainer is None:
+    if job.row.trainer is None:
         return []
-    edited = run.edited_since()
+    edited = kept(job.config, edits(run, job.kind))
+    note = [f"{run.config} was edited, and the job has these edits: {', '.join(edited)}"] if edited else []
+    if run.attempt_with_settings() is None:
+        return note
     try:
-        before = flat(read_tree(edited / run.config.name if edited else run.config))
+        before = flat(read_tree(run.latest_settings, named=False))
     except UserError as error:
-        return [f"run {run.name} resumes; the settings of its last attempt cannot be read: {error}"]
+        return [*note, f"run {run.name} resumes; the settings of its last attempt cannot be read: {error}"]
     changed = changes(before, flat(job.config.model_dump(mode="json")))
-    note = [f"{run.config} was edited after {edited.name}: the job has these edits"] if edited else []
     if run.read_status().get("state") != "COMPLETED":
         note += _changed_data(job)
     head = f"run {run.name} {start_of(run)}"
@@ -53,30 +55,6 @@ def start_of(run: RunDir) -> str:
         return "starts again, and resumes if your program can"
     saved = saved_by(run)
     return f"resumes from {saved}" if saved else "starts from the beginning: it has no checkpoint"
-
-
-def edits(run: RunDir) -> dict[str, Any]:
-    """Return what a user has changed in config.yaml since the newest attempt: dotted key -> new value.
-
-    Raises:
-        UserError: the file is not YAML.
-    """
-    attempt = run.edited_since()
-    if attempt is None:
-        return {}
-    before = read_options(attempt / run.config.name)
-    return {
-        key: value for key, value in flat(read_tree(run.config, named=False)).items() if before.get(key, ...) != value
-    }
-
-
-def edits_told(run: RunDir) -> list[str]:
-    """Return the edits of config.yaml that a job with an unchanged script will find, one per line."""
-    attempt = run.edited_since()
-    if attempt is None:
-        return []
-    changed = changes(read_options(attempt / run.config.name), read_options(run.config))
-    return [f"{run.config} was edited after {attempt.name}:", *edit_lines(changed)] if changed else []
 
 
 def check_again(runs: Sequence[RunDir], coming: Sequence[RunDir] = ()) -> list[str]:
@@ -113,9 +91,8 @@ def refuse_completed(job: Job) -> None:
     run = job.run_dir
     if job.row.trainer is None or run.read_status().get("state") != "COMPLETED" or not run.config.is_file():
         return
-    before = run.attempt_with_settings() or run.path
     after = flat(job.config.model_dump(mode="json"))
-    if all(key.startswith(OF_PLACE) for key in changes(read_options(before / run.config.name), after)):
+    if all(key.startswith(OF_PLACE) for key in changes(read_options(run.latest_settings), after)):
         raise UserError(
             f"run {run.name} has completed, and the job would have nothing to do: choose another --job-name, or let "
             "the run go on with a setting such as trainer.total_epochs"

@@ -103,7 +103,7 @@ def _job_settings(run: RunDir) -> tuple[str | None, str | None]:
 
     The file is not validated: a run of an older version may have other options and is uploaded as well.
     """
-    options = read_options(run.config)
+    options = read_options(run.latest_settings)
     return options.get("slurm.python"), options.get("trainer.wandb_proxy")
 
 

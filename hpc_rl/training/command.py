@@ -10,7 +10,7 @@ from pathlib import Path
 from hpc_rl.config.compose import compose, load_config
 from hpc_rl.config.job import JobConfig
 from hpc_rl.config.kinds import KINDS
-from hpc_rl.config.tree import changes, edit_lines, read_options
+from hpc_rl.config.tree import OF_PLACE, changes, read_options
 from hpc_rl.errors import UserError
 from hpc_rl.run_dir import RunDir
 
@@ -52,8 +52,10 @@ def parse(module: str, about: str | None, arguments: Sequence[str]) -> tuple[str
 
 def _tell_changes(config: Path) -> None:
     """Print what differs from the settings of the attempt before, if this is config.yaml of an attempt."""
-    before = RunDir(config.absolute().parents[1]).attempt_with_settings(before=config.absolute().parent)
-    if before is None:
+    attempt = config.absolute().parent
+    before = RunDir(attempt.parent).attempt_with_settings(before=attempt)
+    if before is None or (before / config.name).read_bytes() == config.read_bytes():
         return
-    if changed := changes(read_options(before / config.name), read_options(config)):
-        print("\n".join([f"hpc-rl: settings that differ from {before.name}:", *edit_lines(changed)]), flush=True)
+    changed = changes(read_options(before / config.name), read_options(config))
+    if lines := [f"  {key}: {text}" for key, text in changed.items() if not key.startswith(OF_PLACE)]:
+        print("\n".join([f"hpc-rl: settings that differ from {before.name}:", *lines]), flush=True)

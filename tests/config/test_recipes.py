@@ -110,7 +110,7 @@ def test_every_metric_of_the_loop_is_documented() -> None:
     groups = "actor|critic|environment|perf|val|training|response_length|prompt_length"
     metrics = {name for text in sources for name in re.findall(rf'"((?:{groups})/[\w/]+)"', text)}
     metrics |= {f"timing_s/{name}" for text in sources for name in re.findall(r'clock\("(\w+)"\)', text)}
-    page = (ROOT / "docs" / "rl-jobs.md").read_text()
+    page = "".join((ROOT / "docs" / f"{name}.md").read_text() for name in ("rl-jobs", "generation"))
     missing = {name for name in metrics if f"`{name}`" not in page and f"`{name.rpartition('/')[2]}`" not in page}
     assert len(metrics) > 30 and not missing
 

@@ -13,8 +13,7 @@ from hpc_rl.config.tree import read_options, read_tree
 from hpc_rl.errors import UserError
 from hpc_rl.run_dir import RunDir
 from hpc_rl.submission.job import Job
-from hpc_rl.submission.script import render as scripts
-from hpc_rl.submission.script.render import render
+from hpc_rl.submission.queue import prepare
 from tests.security.strangers import bomb
 
 
@@ -57,14 +56,12 @@ def test_what_a_submission_writes_can_be_read(tmp_path: Path, monkeypatch: pytes
     files = [f"/scratch/projects/some-university/data/shards-of-a-large-data-set/{n:06d}.jsonl" for n in range(9_000)]
     settings = {"model.path": "m", "data.train_files": files}
     job = Job("sft", compose("sft", [], settings), RunDir(tmp_path / "run"), tmp_path)
-    script = render(job)
-    job.run_dir.path.mkdir()
-    job.run_dir.config.write_text(script.partition("data:\n")[2].join(["data:\n", ""]).partition("\nEND_OF_CONFIG")[0])
+    prepare(job, "#!/bin/bash\n", code="")
     assert job.run_dir.config.stat().st_size > 2**19
     assert len(read_tree(job.run_dir.config, named=False)["data"]["train_files"]) == 9_000
-    monkeypatch.setattr(scripts, "MOST_OWN_BYTES", 2**19)
-    with pytest.raises(UserError, match=r"the configuration has [\d,]+ bytes, but in a job script .* at most 524,288"):
-        render(job)
+    monkeypatch.setattr("hpc_rl.submission.job.MOST_OWN_BYTES", 2**19)
+    with pytest.raises(UserError, match=r"the configuration has [\d,]+ bytes, and at most 524,288 are read"):
+        prepare(job, "#!/bin/bash\n", code="")
 
 
 def test_values_of_an_alias_count_wherever_it_is_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,6 +14,7 @@ from hpc_rl.config.compose import compose, dump
 from hpc_rl.run_dir import RunDir
 from hpc_rl.submission.job import Job
 from hpc_rl.submission.launch import as_test, prepare, resumed
+from hpc_rl.submission.queue import prepare as fill_run_dir
 from hpc_rl.submission.request import JobRequest, plan, reserve
 from tests import helpers
 from tests.fake_slurm import calls, fake_slurm
@@ -150,36 +151,54 @@ def test_what_is_resumed_and_what_has_changed_is_told(folder: Path) -> None:
     run.path.mkdir(parents=True)
     job = Job("sft", compose("sft", [*REQUIRED, "optim.lr=1e-4"]), run, folder)
     assert resumed(job) == []
-    run.config.write_text(dump(compose("sft", [*REQUIRED, "optim.lr=3e-5", "data.val_files=v.jsonl"])))
+    (run.path / "attempt-1").mkdir()
+    earlier = run.path / "attempt-1" / "config.yaml"
+    earlier.write_text(dump(compose("sft", [*REQUIRED, "optim.lr=3e-5", "data.val_files=v.jsonl"])))
     assert resumed(job) == [
         "run sft-1 starts from the beginning: it has no checkpoint, with settings that differ from its last attempt:",
         '  data.val_files: ["v.jsonl"] -> []',
         "  optim.lr: 3e-05 -> 0.0001",
     ]
     (run.checkpoints / "step-00000040").mkdir(parents=True)
-    run.config.write_text(dump(job.config))
+    earlier.write_text(dump(job.config))
     assert resumed(job) == ["run sft-1 resumes from step-00000040, with the same settings as its last attempt"]
-    (run.path / "attempt-1").mkdir()
-    (run.path / "attempt-1" / "config.yaml").write_text(run.config.read_text())
-    run.config.write_text(run.config.read_text() + "# mine\n")
+    run.written.write_text(dump(job.config.updated("trainer.seed", 3).updated("optim.eps", 0.5)))
+    run.config.write_text(dump(job.config.updated("optim.eps", 0.25)))
     assert resumed(job) == [
-        f"{run.config} was edited after attempt-1: the job has these edits",
+        f"{run.config} was edited, and the job has these edits: trainer.seed",
         "run sft-1 resumes from step-00000040, with the same settings as its last attempt",
     ]
 
 
 def test_an_edit_of_the_settings_counts_when_the_run_is_submitted_again(folder: Path) -> None:
     run = RunDir(folder / "runs" / "mine")
-    (run.path / "attempt-1").mkdir(parents=True)
     words = (*REQUIRED, "trainer.device=cpu", "slurm.time=1:00:00", "slurm.job_name=mine")
     first = compose("sft", words)
-    (run.path / "attempt-1" / "config.yaml").write_text(dump(first))
-    run.config.write_text(dump(first.updated("optim.lr", 0.25).updated("trainer.seed", 7)))
-    config = plan(JobRequest("sft", (*words, "trainer.seed=9"))).config
-    assert config == first.updated("optim.lr", 0.25).updated("trainer.seed", 9), "what is typed comes first"
+    fill_run_dir(Job("sft", first, run, folder), "#!/bin/bash\n", "")
+    edited = first.updated("optim.lr", 0.25).updated("trainer.seed", 7).updated("data.chat_template_kwargs", {"a.b": 1})
+    run.config.write_text(dump(edited))
+    for _ in range(2):  # an edit stays one after an attempt, and after a submission
+        again = plan(JobRequest("sft", (*words, "trainer.seed=9")))
+        assert again.config == edited.updated("trainer.seed", 9), "what is typed comes first"
+        fill_run_dir(again, "#!/bin/bash\n", "")
+        run.next_attempt().mkdir()
+        (run.attempts()[-1] / "config.yaml").write_text(run.config.read_text())
+    assert plan(JobRequest("sft", words)).config == edited.updated("trainer.seed", 1), "a typed value is no edit"
+    fill_run_dir(plan(JobRequest("sft", (*words, "slurm.partition=wrong"))), "#!/bin/bash\n", "")
+    assert plan(JobRequest("sft", words)).config.slurm.partition is None, "nor is that of a submission that was refused"
     run.config.write_text(dump(first.updated("optim.lr", "fast")))
     with pytest.raises(hpc_rl.UserError, match=r"optim\.lr"):
         plan(JobRequest("sft", words))
+
+
+def test_settings_that_another_user_may_have_written_are_not_read(folder: Path) -> None:
+    run = RunDir(folder / "runs" / "mine")
+    run.path.mkdir(parents=True)
+    run.path.chmod(0o777)
+    run.written.write_text("{}")
+    run.config.write_text("slurm: {python: /tmp/theirs}")
+    with pytest.raises(hpc_rl.UserError, match="other users could run code as you"):
+        plan(JobRequest("sft", (*REQUIRED, "slurm.job_name=mine")))
 
 
 @pytest.mark.parametrize("name", ["-x", ".x", "a b", "a/b", "ü", "", "a;b", "$(x)"])
@@ -199,9 +218,11 @@ def test_an_old_configuration_with_a_dollar_is_no_obstacle(folder: Path) -> None
     run = RunDir(folder / "runs" / "sft-1")
     run.path.mkdir(parents=True)
     config = compose("sft", REQUIRED, {"slurm.setup": ["export X=${PATH%%:*}"]})
-    run.config.write_text(dump(config))
+    (run.path / "attempt-1").mkdir()
+    settings = run.path / "attempt-1" / "config.yaml"
+    settings.write_text(dump(config))
     assert resumed(Job("sft", config, run, folder)) == [
         "run sft-1 starts from the beginning: it has no checkpoint, with the same settings as its last attempt"
     ]
-    run.config.write_text("{")
+    settings.write_text("{")
     assert "cannot be read" in resumed(Job("sft", config, run, folder))[0]

@@ -7,13 +7,13 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from hpc_rl.config.compose import compose, dump
 from hpc_rl.errors import UserError
 from hpc_rl.run_dir import RunDir
-from hpc_rl.runs.run_sets import SweepDir
 from hpc_rl.submission.job import Job
 from hpc_rl.submission.launch import prepare
 from hpc_rl.submission.preflight.checks import partition
@@ -37,7 +37,7 @@ def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def run(folder: Path, **files: object) -> RunDir:
     """A run directory with these JSON files and a script that can be queued again by itself."""
     found = RunDir(folder / "runs" / "mine")
-    found.path.mkdir(parents=True)
+    found.path.mkdir(parents=True, exist_ok=True)
     found.script.write_text("scontrol requeue\n")
     for name, facts in files.items():
         (found.path / f"{name}.json").write_text(json.dumps(facts))
@@ -206,39 +206,58 @@ def test_a_job_that_is_ending_is_not_asked_to_save(tmp_path: Path, slurm: Path, 
     assert "will save as soon as it can" in requeue(mine)
 
 
-def test_the_edited_settings_of_a_sweep_are_told(tmp_path: Path) -> None:
-    hpc_rl("sweep", "torchrun", "slurm.env.LR=1,2", *PROGRAM, check=True)
-    (sweep,) = (tmp_path / "runs").iterdir()
-    first = RunDir(sweep / f"{sweep.name}_1")
-    first.write_status("7_1", 1, "FAILED", 1)
-    attempt = first.path / "attempt-1"
-    attempt.mkdir()
-    (attempt / "config.yaml").write_text("lr: 1\n")
-    first.config.write_text("lr: 2\n")
-    assert requeue(SweepDir(sweep)).endswith(f"{first.config} was edited after attempt-1:\n  lr: 1 -> 2")
-    assert [call.split()[0] for call in calls(tmp_path)].count("sbatch") == 2
-
-
-def test_the_edited_settings_of_a_run_are_told(tmp_path: Path) -> None:
-    status = {"job_id": "5", "attempt": 1, "state": "FAILED", "exit_code": 1}
-    mine = run(tmp_path, job={"job_id": "5", "working_dir": str(tmp_path)}, status=status)
-    attempt = mine.path / "attempt-1"
-    attempt.mkdir()
-    (attempt / "config.yaml").write_text("lr: 1\nslurm: {time: '1:00:00'}\n")
-    mine.config.write_text("lr: 2\nslurm: {time: '2:00:00'}\n")
-    submitted, head, *lines = requeue(mine).splitlines()
-    assert submitted.startswith("submitted job 7") and head == f"{mine.config} was edited after attempt-1:"
-    assert lines == ["  lr: 1 -> 2", '  slurm.time: "1:00:00" -> "2:00:00" (counts only in job.sbatch)']
-
-
-def test_edited_settings_that_are_invalid_are_refused_before_the_queue(tmp_path: Path) -> None:
-    status = {"job_id": "5", "attempt": 1, "state": "FAILED", "exit_code": 1}
+def edited_run(tmp_path: Path, state: str = "FAILED", **edited: Any) -> RunDir:
+    """Return a run of the kind sft, with edited options."""
+    (tmp_path / "t.jsonl").write_text('{"messages": []}')
+    config = compose("sft", ["model.path=m", "data.train_files=t.jsonl", "trainer.device=cpu"])
     about = {"job_id": "5", "working_dir": str(tmp_path), "kind": "sft"}
-    mine = run(tmp_path, job=about, status=status)
-    mine.config.write_text("optim: {lr: fast}\nmodel: {path: m}\ndata: {train_files: [t.jsonl]}\n")
-    with pytest.raises(UserError, match=r"config\.yaml, line 1: optim\.lr"):
+    mine = run(tmp_path, job=about, status={"job_id": "5", "attempt": 1, "state": state, "exit_code": 1})
+    mine.written.write_text(dump(config))
+    for key, value in edited.items():
+        config = config.updated(key.replace("__", "."), value)
+    mine.config.write_text(dump(config))
+    return mine
+
+
+def test_the_edited_settings_of_a_run_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hpc_rl.submission.requeue.check_again", lambda runs: [])
+    mine = edited_run(tmp_path, optim__lr=0.5, data__train_files=["u.jsonl"])
+    submitted, head, *lines = requeue(mine).splitlines()
+    assert submitted.startswith("submitted job 7") and head == f"{mine.config} was edited:"
+    assert lines == ['  data.train_files: ["t.jsonl"] -> ["u.jsonl"]', "  optim.lr: 1e-05 -> 0.5"]
+
+
+def test_the_edits_of_a_running_job_are_checked_before_it_is_asked_to_stop(tmp_path: Path, slurm: Path) -> None:
+    (slurm / "squeue.text").write_text("5|RUNNING|node1|None|\n")
+    mine = edited_run(tmp_path, "RUNNING", optim__lr="fast")
+    mine.script.write_text("hpc_rl_requeue='yes'\n")
+    with pytest.raises(UserError, match=r"config\.yaml, line \d+: optim\.lr"):
         requeue(mine)
+    assert not mine.stop.exists()
+    mine = edited_run(tmp_path, "RUNNING", optim__lr=0.5)
+    assert requeue(mine).splitlines()[1:] == [f"{mine.config} was edited:", "  optim.lr: 1e-05 -> 0.5"]
+
+
+@pytest.mark.parametrize(
+    ("edited", "said"),
+    [
+        ({"optim__lr": "fast"}, r"config\.yaml, line \d+: optim\.lr"),
+        ({"trainer__nnodes": 2}, r"job\.sbatch contains trainer\.nnodes too: submit .* with --job-name mine"),
+    ],
+)
+def test_edits_that_a_requeued_job_cannot_have_are_refused(tmp_path: Path, edited: dict[str, Any], said: str) -> None:
+    with pytest.raises(UserError, match=said):
+        requeue(edited_run(tmp_path, **edited))
     assert not any(call.startswith("sbatch") for call in calls(tmp_path))
+
+
+def test_an_edit_that_the_script_of_an_earlier_version_would_replace_is_refused(tmp_path: Path) -> None:
+    mine = edited_run(tmp_path, optim__lr=0.5)
+    (mine.path / "attempt-1").mkdir()
+    (mine.path / "attempt-1" / "config.yaml").write_text(mine.written.read_text())
+    mine.script.write_text("#!/bin/bash\nwrite_config <<'END'\nEND\n")
+    with pytest.raises(UserError, match="of an earlier version of hpc-rl would replace it"):
+        requeue(mine)
 
 
 @needs_root

@@ -76,6 +76,11 @@ def write_support(script: str, path: Path) -> None:
         )
 
 
+def has_own_settings(script: str) -> bool:
+    """Return whether a script of an earlier version contains the options of its job, which replace config.yaml."""
+    return "\nwrite_config <<" in script
+
+
 _SUPPORT_SUM = re.compile(r"sha256sum\)\" != '([0-9a-f]{64})  -'")
 
 

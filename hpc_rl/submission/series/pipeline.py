@@ -177,7 +177,7 @@ def _check_completed(job: Job) -> None:
     """
     if not job.run_dir.path.is_dir() or status_of(job.run_dir).state != COMPLETED:
         return
-    before = read_options(job.run_dir.config)
+    before = read_options(job.run_dir.latest_settings)
     old = [key for key in before if not key.startswith("slurm.")]
     if changed := [
         f"{key}: {text}"

@@ -185,6 +185,7 @@ def test_no_value_breaks_out_and_all_arrive(argument: str, variable: str, name: 
 
 
 @given(anything.filter(lambda text: text.strip() and not text.startswith("~")))  # `~name` is a home folder
+@example("1e100")
 @example(NASTY)
 @settings(max_examples=25, phases=QUICK)
 def test_the_configuration_arrives_intact(text: str) -> None:
