@@ -131,7 +131,7 @@ def test_the_python_of_another_users_run_is_not_started(place: Place) -> None:
     python = place.base / "intruder" / "python"
     python.write_text(f'#!/bin/sh\necho "$WANDB_API_KEY" > {place.home}/started\n')
     python.chmod(0o755)
-    place.run.config.write_text(f"slurm:\n  python: {python}\ntrainer:\n  wandb_proxy: http://127.0.0.1:9\n")
+    place.run.latest_settings.write_text(f"slurm:\n  python: {python}\ntrainer:\n  wandb_proxy: http://127.0.0.1:9\n")
     without = place.home / "without"
     without.mkdir()
     (without / "sitecustomize.py").write_text(WITHOUT_WANDB)
