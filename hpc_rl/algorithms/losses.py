@@ -14,7 +14,10 @@ _MAX_LOG_RATIO = 20.0
 
 
 class Clip(NamedTuple):
-    """Bounds of the probability ratio new / old: from 1 - low to 1 + high. c is the bound of the dual clip, or None."""
+    """Bounds of the probability ratio new / old: from 1 - low to 1 + high. c is the bound of the dual clip, or None.
+
+    They are the options algorithm.clip_ratio_low, clip_ratio_high and clip_ratio_c.
+    """
 
     low: float
     high: float

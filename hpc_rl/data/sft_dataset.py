@@ -19,8 +19,8 @@ from hpc_rl.data.reading.rows import to_messages
 from hpc_rl.data.reading.sources import BLOCK_ROWS, chunks
 from hpc_rl.data.templates.assistant_text import ChatText
 from hpc_rl.data.templates.chat import as_text, chat_template, render, turn_ends
+from hpc_rl.data.templates.jinja_rendering import RENDER_S, marks_generation
 from hpc_rl.data.templates.messages import TRAIN, Chat, Message, extras, fields_without_effect, without_effect
-from hpc_rl.data.templates.template import RENDER_S, marks_generation
 from hpc_rl.data.templates.template_forms import forms_of, unused
 from hpc_rl.errors import UserError
 from hpc_rl.formats.counted import counted

@@ -1,5 +1,8 @@
 """A tool as the model sees it: its JSON schema, and the check and conversion of the arguments of a call.
 
+The chat template gets the schemas of an environment's tools with the prompt (data/prompts.py) and with each further
+turn (turns.py).
+
 The schema has the form that chat templates take (https://huggingface.co/docs/transformers/chat_extras).
 `transformers.utils.get_json_schema` is not used: it turns an Enum into "object", refuses docstrings without a
 description of each argument, and cannot check the arguments of a call. pydantic does both from one set of types.

@@ -135,7 +135,10 @@ class Objective(ABC):
 
     @abstractmethod
     def loss(self, model: Any, batch: Any, scale: float) -> Found:
-        """Return `scale` times the sum of a micro-batch's losses."""
+        """Return `scale` times the sum of a micro-batch's losses.
+
+        The scale divides by `divisor` and corrects for FSDP's average over ranks.
+        """
 
     def prepare(
         self, train: Sequence[Any], val: Sequence[Any], sizes: Sizes, run: RunDir, world: World, stopping: Stopping

@@ -259,7 +259,7 @@ def engine_bytes(config: PpoConfig | GenerateConfig, shapes: Shapes, gpu_bytes: 
 
 
 def cache_tokens(config: PpoConfig | GenerateConfig, shapes: Shapes, gpu_bytes: float) -> float | None:
-    """Return how many tokens an engine's cache of keys and values can hold; negative if its weights do not fit.
+    """Return how many tokens an engine's KV cache can hold; negative if its weights do not fit.
 
     Returns:
         None if the engine's own arguments determine it, or if the cache has another form.

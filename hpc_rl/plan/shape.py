@@ -171,7 +171,7 @@ class Shape:
         return self.heads % ranks == 0 and (ranks == 1 or not self.whole_rows)
 
     def cache_bytes(self, itemsize: int = 2) -> int:
-        """Return the bytes of keys and values of one token."""
+        """Return the bytes of one token in a KV cache."""
         return 2 * self.layers * self.keys * itemsize
 
     def _linears(self, inner: int) -> dict[str, tuple[int, int]]:

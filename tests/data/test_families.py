@@ -27,8 +27,8 @@ from hpc_rl.data.prompts import prompt_tokenizer
 from hpc_rl.data.sft_dataset import Sample, chat_tokenizer
 from hpc_rl.data.templates.assistant_text import _overlaps, remarks
 from hpc_rl.data.templates.chat import as_text, as_trained, ending_token_ids, render, template_remarks, turn_ends
+from hpc_rl.data.templates.jinja_rendering import added_tokens, marks_generation
 from hpc_rl.data.templates.messages import Chat
-from hpc_rl.data.templates.template import added_tokens, marks_generation
 from hpc_rl.errors import UserError
 from tests.data.families import FAMILIES, Family
 

@@ -26,8 +26,17 @@ from hpc_rl.data.reading.preference_rows import PairRow, to_preference
 from hpc_rl.data.reading.row_checks import AnyData, check_row
 from hpc_rl.data.reading.rows import to_messages, to_prompt, unlearned
 from hpc_rl.data.reading.sources import all_rows
-from hpc_rl.data.templates import template
 from hpc_rl.data.templates.assistant_text import find_spans, remarks
+from hpc_rl.data.templates.jinja_rendering import (
+    added_tokens,
+    marks_generation,
+    read_template,
+    render_marked,
+    render_plainly,
+    special_tokens,
+    stored_template,
+    with_variables,
+)
 from hpc_rl.data.templates.messages import READ_KEYS, TRAIN, Message, extras, fields_without_effect, without_effect
 from hpc_rl.data.templates.template_forms import forms_of, unused
 from hpc_rl.data.templates.turn_ends import find_ends
@@ -238,16 +247,16 @@ def _token_parts(sample: Sample, tokenizer: PreTrainedTokenizerBase) -> Iterator
 def _template(data: AnyData, folder: Path) -> str:
     """Read the chat template without transformers. Raises UserError if the folder has none."""
     if data.chat_template is not None:
-        source: str | None = template.read_template(Path(data.chat_template).expanduser(), "data.chat_template")
+        source: str | None = read_template(Path(data.chat_template).expanduser(), "data.chat_template")
     else:
-        source = template.stored_template(folder)
+        source = stored_template(folder)
     if source is None:
         raise UserError(f"{folder} has no chat template: set data.chat_template to a file with one")
-    return template.with_variables(source, data.chat_template_kwargs)
+    return with_variables(source, data.chat_template_kwargs)
 
 
 def _remarks(data: AnyData, folder: Path) -> list[str]:
-    added, special = template.added_tokens(folder), template.special_tokens(folder)
+    added, special = added_tokens(folder), special_tokens(folder)
     return remarks(_template(data, folder), added, special, not isinstance(data, PromptConfig))
 
 
@@ -257,16 +266,16 @@ def _text_parts(row: Row, where: str, data: AnyData, folder: Path) -> list[Part]
     forms = forms_of(source)
 
     def text_of(messages: list[Message], generation_prompt: bool) -> str:
-        return template.render_plainly(source, forms.fitted(messages), where, variables, generation_prompt)
+        return render_plainly(source, forms.fitted(messages), where, variables, generation_prompt)
 
     chats = _chats(row, data, where)
     if not isinstance(data, DataConfig):
         return [Part(None, [text_of(messages, isinstance(data, PromptConfig))]) for messages in chats]
     (messages,) = chats
-    if template.marks_generation(source):
-        text, spans = template.render_marked(source, forms.fitted(messages), where, variables)
+    if marks_generation(source):
+        text, spans = render_marked(source, forms.fitted(messages), where, variables)
     else:
-        ends = find_ends(text_of, template.added_tokens(folder), template.special_tokens(folder).get("bos_token"))
+        ends = find_ends(text_of, added_tokens(folder), special_tokens(folder).get("bos_token"))
         chat = find_spans(text_of, messages, ends, where)
         text, spans = chat.text, chat.spans
     learned = [message.get(TRAIN, True) for message in messages if message["role"] == "assistant"]
@@ -291,7 +300,7 @@ def _chats(row: Row, data: AnyData, where: str) -> list[list[Message]]:
 
 def _variables(row: Row, where: str, folder: Path) -> dict[str, Any]:
     added = extras(row, where)
-    return {**template.special_tokens(folder), **added.variables, "tools": added.tools or None}
+    return {**special_tokens(folder), **added.variables, "tools": added.tools or None}
 
 
 def _unused_plainly(file: str, data: AnyData, folder: Path) -> dict[str, int]:
@@ -302,7 +311,7 @@ def _unused_plainly(file: str, data: AnyData, folder: Path) -> dict[str, int]:
         variables = _variables(row, where, folder)
 
         def text_of(messages: list[Message], tools: list[Any], where: str = where, own: Any = variables) -> str:
-            return template.render_plainly(source, forms.fitted(messages), where, {**own, "tools": tools or None})
+            return render_plainly(source, forms.fitted(messages), where, {**own, "tools": tools or None})
 
         for messages in _chats(row, data, where):
             found.update(unused(None, messages, variables["tools"] or (), text_of, where))

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+from hpc_rl.data.templates.jinja_rendering import marks_generation, render_marked, render_plainly
 from hpc_rl.data.templates.messages import REASONING
-from hpc_rl.data.templates.template import marks_generation, render_marked, render_plainly
 from hpc_rl.data.templates.turn_ends import Ends, TextOf, TurnEnd, common_length, find_ends
 from hpc_rl.errors import UserError
 

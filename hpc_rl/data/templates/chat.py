@@ -14,8 +14,8 @@ from jinja2 import TemplateError
 from hpc_rl.config.rl.prompts import PromptConfig
 from hpc_rl.config.training.finetune import FinetuneDataConfig
 from hpc_rl.data.templates.assistant_text import ChatText, find_spans, remarks
+from hpc_rl.data.templates.jinja_rendering import RENDER_S, check_template, read_template, with_variables
 from hpc_rl.data.templates.messages import Chat, Message
-from hpc_rl.data.templates.template import RENDER_S, check_template, read_template, with_variables
 from hpc_rl.data.templates.template_forms import forms_of
 from hpc_rl.data.templates.turn_ends import Ends, find_ends
 from hpc_rl.errors import UserError

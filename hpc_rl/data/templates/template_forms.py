@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
+from hpc_rl.data.templates.jinja_rendering import render_plainly
 from hpc_rl.data.templates.messages import REASONING, TRAIN, Message
-from hpc_rl.data.templates.template import render_plainly
 from hpc_rl.errors import UserError
 
 _SHORT = 8

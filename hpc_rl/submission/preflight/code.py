@@ -11,7 +11,7 @@ from hpc_rl.config.rl.environment import SHIPPED_TOOLS, EnvironmentConfig
 from hpc_rl.config.rl.prompts import PromptConfig
 from hpc_rl.config.rl.reward import OptionalRewardConfig
 from hpc_rl.config.training.common import ModelSource
-from hpc_rl.data.templates.template import read_template, stored_template
+from hpc_rl.data.templates.jinja_rendering import read_template, stored_template
 from hpc_rl.environments.loading import ENVIRONMENT, TOOLS, check_name
 from hpc_rl.environments.protocol import OWN_METHODS
 from hpc_rl.environments.tool_calls import guess_format

@@ -11,7 +11,7 @@ from hpc_rl.config.rl.prompts import PromptConfig
 from hpc_rl.config.training.common import ModelConfig, ModelSource
 from hpc_rl.config.training.finetune import FinetuneDataConfig
 from hpc_rl.data.templates.assistant_text import remarks
-from hpc_rl.data.templates.template import (
+from hpc_rl.data.templates.jinja_rendering import (
     added_tokens,
     check_template,
     read_template,

@@ -10,7 +10,7 @@ import pytest
 from transformers import PreTrainedTokenizerFast
 
 from hpc_rl.data.templates.chat import as_text
-from hpc_rl.data.templates.template import (
+from hpc_rl.data.templates.jinja_rendering import (
     added_tokens,
     check_template,
     marks_generation,
@@ -92,7 +92,7 @@ def test_a_template_cannot_change_the_machine() -> None:
     ],
 )
 def test_a_template_that_never_ends(monkeypatch: pytest.MonkeyPatch, template: str, said: str) -> None:
-    monkeypatch.setattr("hpc_rl.data.templates.template.RENDER_S", 0.2)
+    monkeypatch.setattr("hpc_rl.data.templates.jinja_rendering.RENDER_S", 0.2)
     with pytest.raises(UserError, match=said):
         render_plainly(template, MESSAGES, "here")
     assert render_plainly("{{ 2 ** 3 * 4 * 1.5 ~ 'ab' * 2 }}", MESSAGES, "here") == "48.0abab"
@@ -101,7 +101,7 @@ def test_a_template_that_never_ends(monkeypatch: pytest.MonkeyPatch, template: s
 def test_a_template_that_never_ends_in_transformers(
     monkeypatch: pytest.MonkeyPatch, tokenizer: PreTrainedTokenizerFast
 ) -> None:
-    for module in ("chat", "template"):
+    for module in ("chat", "jinja_rendering"):
         monkeypatch.setattr(f"hpc_rl.data.templates.{module}.RENDER_S", 0.2)
     endless = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
     with pytest.raises(UserError, match=r"here: the chat template rejects .* more than 0\.2 s"):
