@@ -32,7 +32,7 @@ LONG_FILES = {
 }
 """Files of more than 400 lines."""
 SHARED_NAMES = {
-    *("Actor", "Answer", "Asked", "Batch", "Call", "Conversations", "Ended", "Endpoint", "Estimate", "Finding"),
+    *("Answer", "Asked", "Batch", "Call", "Conversations", "Ended", "Endpoint", "Estimate", "Finding"),
     *("Group", "Node", "Outcome", "Place", "Plan", "Progress", "Reference", "Reply", "Rows", "Runner", "Scoring"),
     *("Source", "Start", "Teacher", "Watch"),
 }

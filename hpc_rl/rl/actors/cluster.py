@@ -21,7 +21,7 @@ from hpc_rl.config.rl.generate import GenerateConfig
 from hpc_rl.config.rl.ppo import PpoConfig
 from hpc_rl.errors import UserError
 from hpc_rl.formats.counted import counted
-from hpc_rl.rl.actors.fates import Actor, died
+from hpc_rl.rl.actors.deaths import ActorLabel, died
 from hpc_rl.rl.actors.pools import release_pools
 from hpc_rl.run_dir import RunDir
 from hpc_rl.software.environment import tokenizer_defaults
@@ -259,5 +259,5 @@ def _follow(ref: Any, log: Path) -> int:
             raise error.cause from None
         raise
     except ray.exceptions.RayActorError as error:
-        raise died(Actor("the driver", "driver", log), error) from error
+        raise died(ActorLabel("the driver", "driver", log), error) from error
     return code

@@ -26,7 +26,7 @@ from hpc_rl.environments.requests import Finish, Offered, Request, Start, Wanted
 from hpc_rl.errors import RunError, UserError
 from hpc_rl.rl.actors import process
 from hpc_rl.rl.actors.calls import ActorCall, Pending
-from hpc_rl.rl.actors.fates import Actor
+from hpc_rl.rl.actors.deaths import ActorLabel
 from hpc_rl.rl.actors.pools import Node, cluster_nodes
 from hpc_rl.rl.converse.loop_thread import LoopThread
 
@@ -226,7 +226,9 @@ class _Host:
         here = NodeAffinitySchedulingStrategy(node.id, soft=False)
         options = {"num_cpus": 0, "max_concurrency": MOST_CALLS, "scheduling_strategy": here}
         self._actor = ray.remote(EnvironmentHost).options(**options).remote(node.name, logs)
-        self._described = Actor(f"the environments on node {node.name}", "environment", logs / "node*-environments.log")
+        self._described = ActorLabel(
+            f"the environments on node {node.name}", "environment", logs / "node*-environments.log"
+        )
         self.node, self.name = node.name, self._described.name
         self.load = 0
         """Conversations that are not finished."""

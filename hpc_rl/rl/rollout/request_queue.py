@@ -23,7 +23,7 @@ from hpc_rl.data.prompts import Prompt
 from hpc_rl.errors import RunError, UserError
 from hpc_rl.liveness.heartbeat import heart
 from hpc_rl.rl.actors.calls import MODEL_LIMIT, ActorCall, Pending
-from hpc_rl.rl.actors.fates import ActorDiedError
+from hpc_rl.rl.actors.deaths import ActorDiedError
 from hpc_rl.rl.rollout.dispatch import Dispatch
 from hpc_rl.rl.rollout.engine import Completion, Progress, Request
 from hpc_rl.rl.rollout.respondent import TURN_S, Respondent, Samplings

@@ -13,7 +13,7 @@ import ray
 import torch
 
 from hpc_rl.rl.actors.calls import ActorCall, Pending
-from hpc_rl.rl.actors.fates import ActorDiedError
+from hpc_rl.rl.actors.deaths import ActorDiedError
 from hpc_rl.rl.weights.base import EngineActors, WeightSource
 from hpc_rl.rl.weights.buckets import Bucket, MemoryFile, TensorEntry, aligned, plan_buckets, used_bytes
 from hpc_rl.training.parallel.distributed import World

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from tensordict import TensorDict
 
 from hpc_rl.rl.actors.calls import CALL_TIMEOUT_S, ActorCall, Pending
-from hpc_rl.rl.actors.fates import Actor
+from hpc_rl.rl.actors.deaths import ActorLabel
 from hpc_rl.rl.actors.pools import Pool
 from hpc_rl.rl.carriers.base import AtOnce, Carrier, Kept, dealt_shards
 from hpc_rl.rl.carriers.through_ray import RayCarrier
@@ -68,7 +68,7 @@ class WorkerGroup:
             for slot in pool.slots
         ]
         self._names = [
-            Actor(
+            ActorLabel(
                 f"rank {slot.rank} of pool {pool.name} on node {slot.node.name}",
                 "worker",
                 logs / f"node*-{pool.name}-rank{slot.rank}.log",

@@ -14,7 +14,7 @@ from hpc_rl.config.rl.ppo import PpoConfig
 from hpc_rl.config.training.common import LoraConfig
 from hpc_rl.errors import RunError, UserError
 from hpc_rl.rl.actors.calls import ActorCall, Pending
-from hpc_rl.rl.actors.fates import ActorDiedError
+from hpc_rl.rl.actors.deaths import ActorDiedError
 from hpc_rl.rl.actors.pools import Node, Pool, Slot
 from hpc_rl.rl.rollout import request_queue, rollout
 from hpc_rl.rl.rollout.engine import Placement
