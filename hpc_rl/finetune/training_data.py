@@ -15,7 +15,7 @@ from hpc_rl.data.mixture import Mixture
 from hpc_rl.data.order import Position, batches, steps_per_epoch
 
 
-class Batch(NamedTuple):
+class GlobalBatch(NamedTuple):
     """A global batch."""
 
     items: Sequence[Item]
@@ -63,10 +63,10 @@ class TrainingData(ABC):
             Stopped: the run stops in the meantime.
         """
 
-    def draw(self) -> Batch:
+    def draw(self) -> GlobalBatch:
         """Return the next batch."""
         indices, position = next(self._batches)
-        return Batch(self.items, indices, self.sizes.at(indices), position)
+        return GlobalBatch(self.items, indices, self.sizes.at(indices), position)
 
     @abstractmethod
     def samples(self, position: Position) -> int | None:

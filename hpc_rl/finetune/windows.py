@@ -23,7 +23,7 @@ from hpc_rl.data.reading.formats import Row
 from hpc_rl.data.reading.row_checks import refuse_local, refuse_offline
 from hpc_rl.data.reading.windows import WindowReader, read_log, rows_file, window_blocks
 from hpc_rl.errors import AgreedError, AgreedRunError, RunError, UserError
-from hpc_rl.finetune.training_data import Batch, TrainingData
+from hpc_rl.finetune.training_data import GlobalBatch, TrainingData
 from hpc_rl.formats.hub import data_offline
 from hpc_rl.liveness.heartbeat import heart
 from hpc_rl.run_dir import RunDir, trusted_group
@@ -117,7 +117,7 @@ class Windows(TrainingData):
         self._begin(self._position)
         self._read_ahead()
 
-    def draw(self) -> Batch:
+    def draw(self) -> GlobalBatch:
         """See `TrainingData.draw`."""
         if self._reader is not None:
             with contextlib.suppress(ProcessLost):  # another one reads the window when it is needed

@@ -64,7 +64,7 @@ DriverConfig = PpoConfig | GenerateConfig
 """Configurations of the jobs that have a driver."""
 
 
-class Runner(Protocol):
+class DriverProgram(Protocol):
     """The driver's class, as `run_driver` uses it."""
 
     def run(self, config: Any, run: RunDir, logs: Path) -> int:
@@ -72,7 +72,7 @@ class Runner(Protocol):
         ...
 
 
-def run_driver(config: DriverConfig, runner_class: type[Runner], run: RunDir, logs: Path) -> int:
+def run_driver(config: DriverConfig, runner_class: type[DriverProgram], run: RunDir, logs: Path) -> int:
     """Run the driver in an actor, so that it is inside the cluster, and print its output. Return its exit code.
 
     Args:
@@ -98,7 +98,7 @@ def run_driver(config: DriverConfig, runner_class: type[Runner], run: RunDir, lo
 
 
 def _start_driver(
-    config: DriverConfig, runner_class: type[Runner], run: RunDir, logs: Path, started_here: bool
+    config: DriverConfig, runner_class: type[DriverProgram], run: RunDir, logs: Path, started_here: bool
 ) -> tuple[Any, Any]:
     """Start the driver's actor on this node; return it and the reference to its exit code."""
     here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)

@@ -12,7 +12,7 @@ from hpc_rl.data.mixture import Mixture
 from hpc_rl.data.order import Position
 from hpc_rl.data.prompts import Prompt
 from hpc_rl.rl.loop.computed import ComputedColumns
-from hpc_rl.rl.loop.draws import Batch, Desk, Draws, prompt_order, responses_of
+from hpc_rl.rl.loop.draws import Batch, Draws, prompt_order, responses_of
 from hpc_rl.rl.loop.scoring import Scoring, response_texts
 from hpc_rl.rl.rollout.respondent import TURN_S, Respondent
 from hpc_rl.tracking.samples import chosen_responses
@@ -82,7 +82,7 @@ class SynchronousBatches:
         self._n = config.rollout.n
         self._computed = computed
         self._may_take_long = config.agent.is_used
-        self._draws = Draws(Desk(config, train, queue, scoring, prompt_order(config, len(train), start, mixture)))
+        self._draws = Draws(config, train, queue, scoring, prompt_order(config, len(train), start, mixture))
         self.position = start
 
     def draw(self, step: int, stops: Callable[[], bool]) -> Batch | None:

@@ -17,7 +17,7 @@ from hpc_rl.errors import RunError, UserError
 from hpc_rl.rl.actors.calls import ActorCall
 from hpc_rl.rl.actors.deaths import ActorDiedError, ActorLabel
 from hpc_rl.rl.rollout.engine import Sampling, Span
-from hpc_rl.rl.rollout.request_queue import CALLS_AHEAD, Asked, RequestQueue
+from hpc_rl.rl.rollout.request_queue import CALLS_AHEAD, QueuedResponses, RequestQueue
 from hpc_rl.rl.rollout.rollout import MOST_DEATHS
 from hpc_rl.rl.weights.base import EngineActors
 from tests.marks import long
@@ -61,11 +61,11 @@ def queue_of(
     return RequestQueue(engines.actors, places, stall_s, start_s, engines.replace, **more)
 
 
-def ask(queue: RequestQueue, *seeds: int) -> Asked:
+def ask(queue: RequestQueue, *seeds: int) -> QueuedResponses:
     return queue.ask(PROMPT, [(seed, Sampling(4)) for seed in seeds])
 
 
-def tokens(asked: Sequence[Asked]) -> list[list[int]]:
+def tokens(asked: Sequence[QueuedResponses]) -> list[list[int]]:
     return [[int(completion.token_ids[0]) for completion in one.completions()] for one in asked]
 
 

@@ -52,7 +52,7 @@ class _Ended(NamedTuple):
     steps: int
 
 
-class Batch:
+class RunningBatch:
     """The sequences that are being generated.
 
     They are the first `live` rows, which are also rows of the cache. The state that steps need is on the device; the
