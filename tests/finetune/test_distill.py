@@ -189,7 +189,7 @@ def test_stopped_on_two_ranks_and_resumed_on_one(
     (tmp_path / "stop").touch()
     results = run_job(base, tmp_path, ranks=2)
     assert [code for code, _, _ in results] == [EXIT_STOPPED] * 2, results
-    assert "the teacher's most probable tokens of 44 of 44 samples are stored" in results[0][1]
+    assert "the teacher's most probable tokens of 44 of 44 samples or pairs are stored" in results[0][1]
     (tmp_path / "stop").unlink()
     monkeypatch.setattr(teacher, "Teacher", None)  # a resumed run reads what was stored
     assert run_here(base, tmp_path) == 0
@@ -215,9 +215,9 @@ def test_a_stop_while_the_teacher_computes(
     monkeypatch.setattr(precomputed, "_ROUND", 8)
     monkeypatch.setattr(teacher, "_top_k", compute_and_ask)
     assert run_here(base, tmp_path) == EXIT_STOPPED
-    assert "the teacher's most probable tokens of 16 of 44 samples are stored" in capsys.readouterr().out
+    assert "the teacher's most probable tokens of 16 of 44 samples or pairs are stored" in capsys.readouterr().out
     (tmp_path / "stop").unlink()
-    monkeypatch.setattr(teacher, "_STORE_BYTES", 1)
+    monkeypatch.setattr(precomputed, "_STORE_BYTES", 1)
     assert run_here(base, tmp_path) == 0
     assert sum(asked) == 44
     assert len(list(tmp_path.glob("teacher_top_k/*/*.npy"))) == 5  # 16, 8, 8, 8 and 4 samples
@@ -309,12 +309,13 @@ def test_stored_tokens_belong_to_their_lessons() -> None:
     stored = np.zeros(6, teacher.top_k_dtype(1))
     stored["ids"][:, 0] = np.arange(6)
     lessons = [teacher.Lesson(sample) for sample in samples]
-    taught = teacher.TaughtLessons(lessons, np.array([0, 2, 3, 6]), [stored[:3], stored[3:]])
+    parts = [stored[:3], stored[3:]]
+    taught = precomputed.WithResults(lessons, np.array([0, 2, 3, 6]), parts, teacher._taught)
     assert len(taught) == 3 and [lesson.sample for lesson in taught] == samples
     assert [lesson.top_k["ids"][:, 0].tolist() for lesson in taught if lesson.top_k is not None] == [
         [0, 1],
         [2],
         [3, 4, 5],
     ]
-    last = teacher.TaughtLessons(lessons[2:], np.array([3, 6]), [stored[:3], stored[3:]])[0]
+    last = precomputed.WithResults(lessons[2:], np.array([3, 6]), parts, teacher._taught)[0]
     assert last.top_k is not None and last.top_k["ids"][:, 0].tolist() == [3, 4, 5]
