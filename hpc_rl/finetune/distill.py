@@ -57,7 +57,7 @@ class Distill(Sft):
         self._terms = Terms(own.divergence, own.js_weight, own.temperature, own.sft_coeff)
 
     def join(self, world: World) -> World | None:
-        """See `Objective.join`. All ranks check the models: only rank 0, which trains, prints what is wrong."""
+        """Return the ranks that train. All ranks check the models: only rank 0, which trains, prints what is wrong."""
         self._tokens = self._common_outputs(world)
         if self.config.teacher.ranks_per_node is None:
             return world
@@ -65,12 +65,12 @@ class Distill(Sft):
         return None if self._teams.teaches else self._teams.own
 
     def serve(self) -> int:
-        """See `Objective.serve`."""
+        """Answer the ranks that train, and return their exit code."""
         assert self._teams is not None
         return serve(self.config, self._tokens, self._teams)
 
     def leave(self, exit_code: int) -> None:
-        """See `Objective.leave`."""
+        """Let the ranks of the teacher end."""
         if isinstance(self._teacher, RemoteTeacher):
             self._teacher.leave(exit_code)
 
@@ -91,7 +91,7 @@ class Distill(Sft):
         return with_top_k(self.config, self._tokens, train, val, sizes, run, world, stopping)
 
     def load(self, world: World) -> Any:
-        """See `Objective.load`. A teacher on other ranks is loaded at the same time."""
+        """Load the student. A teacher on other ranks is loaded at the same time."""
         model = super().load(world)
         if self._teams is not None:
             self._teacher = RemoteTeacher(self.config, self._tokens, self._teams)
@@ -105,7 +105,7 @@ class Distill(Sft):
         return LessonBatch(pack_lessons(items), torch.from_numpy(ids_NK), torch.from_numpy(logprobs_NK))
 
     def begin(self, model: PackedModel, batches: Iterable[LessonBatch], world: World) -> None:
-        """See `Objective.begin`."""
+        """Ask a teacher on other ranks for the first micro-batch of a global batch."""
         if isinstance(self._teacher, RemoteTeacher):
             self._teacher.begin(batch.packed for batch in batches)
 

@@ -41,7 +41,7 @@ class ShardParcel:
     that the driver copies nothing."""
 
     mini_batches: list[list[int]]
-    """See Shard."""
+    """As those of the shard."""
     prompt_ids: Sequence[NDArray[np.int32]]
     response_ids: Sequence[NDArray[np.int32]]
     response_masks: Sequence[NDArray[np.bool_]] | None = None

@@ -70,7 +70,7 @@ class AsynchronousBatches:
         self._thread: Future[None] | None = None
 
     def draw(self, step: int, stops: Callable[[], bool]) -> Batch | None:
-        """See BatchSource."""
+        """Wait for the batch of a step, which the thread generates; None if the run stops."""
         self._trained = step
         if self._thread is None:
             self._thread = self._pool.submit(self._generate)
@@ -95,17 +95,17 @@ class AsynchronousBatches:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """See BatchSource."""
+        """Keep the thread from the engines during the block."""
         with self._turnstile, self._engines:
             yield
 
     @property
     def rejected(self) -> int:
-        """See BatchSource."""
+        """Groups that dynamic sampling rejected for the latest batch."""
         return self._draws.rejected
 
     def close(self) -> None:
-        """See BatchSource."""
+        """End the thread."""
         self._closed.set()
         self._pool.shutdown()
 

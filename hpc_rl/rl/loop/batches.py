@@ -86,8 +86,8 @@ class SynchronousBatches:
         self.position = start
 
     def draw(self, step: int, stops: Callable[[], bool]) -> Batch | None:
-        """See BatchSource. `stops` is called before dynamic sampling draws further prompts, and all the time if agents
-        write the responses."""
+        """Generate and return the batch of a step; None if the run stops. `stops` is called before dynamic sampling
+        draws further prompts, and all the time if agents write the responses."""
         draws = self._draws
         while (found := draws.take()) is None:
             if draws.groups and (draws.lacks() or self._may_take_long) and stops():
@@ -106,12 +106,12 @@ class SynchronousBatches:
         return batch
 
     def paused(self) -> AbstractContextManager[None]:
-        """See BatchSource. Between two calls of `draw`, nothing is generated."""
+        """Return a block that does nothing: between two calls of `draw`, nothing is generated."""
         return nullcontext()
 
     @property
     def rejected(self) -> int:
-        """See BatchSource."""
+        """Groups that dynamic sampling rejected for the latest batch."""
         return self._draws.rejected
 
     def close(self) -> None:

@@ -30,7 +30,7 @@ class Actor(Learner[CausalLM]):
         self._kl = KL_ESTIMATORS[algorithm.kl.estimator] if algorithm.kl.where == "loss" else None
 
     def loss(self, micro: MicroBatch, columns: Columns, parts: Parts) -> torch.Tensor:
-        """See Learner.loss.
+        """Return this micro-batch's share of the loss of its mini-batch.
 
         Columns: advantages and weights; old_logprobs if a step has several updates; is_weights with truncated
         importance sampling; ref_logprobs if the KL term is in the loss.

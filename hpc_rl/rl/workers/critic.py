@@ -36,7 +36,7 @@ class Critic(Learner[ScalarModel]):
         return torch.cat(parts).cpu().numpy()
 
     def loss(self, micro: MicroBatch, columns: Columns, parts: Parts) -> torch.Tensor:
-        """See Learner.loss. Columns: values, returns, weights."""
+        """Return this micro-batch's share of the loss of its mini-batch. Columns: values, returns, weights."""
         values_N = self.model(micro.batch)
         value = losses.value(values_N, columns["values"], columns["returns"], self.config.critic.cliprange_value)
         add(parts, clipped=value.clipped_N, tokens=torch.ones_like(value.loss_N))

@@ -63,7 +63,7 @@ class HfEngine:
         """What the longest of the requests needs since the engine last had none."""
 
     def add(self, requests: Sequence[Request]) -> None:
-        """See RolloutEngine.
+        """Add requests behind those that wait.
 
         Raises:
             UserError: a prompt and its max_new_tokens together exceed the model's positions. No request is added.
@@ -84,7 +84,7 @@ class HfEngine:
         self._waiting += requests
 
     def advance(self, slice_s: float, version: int) -> list[tuple[int, Completion]]:
-        """See RolloutEngine. At least one token of each running sequence is generated, however short the slice is."""
+        """Generate for a slice of time, but at least one token of each running sequence."""
         end = time.monotonic() + slice_s
         with torch.inference_mode(), evaluating(self.hf):
             if self._batch:
