@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from hpc_rl.rl.rollout.hf.slots import Slots
+from hpc_rl.rl.rollout.hf.batch import Slots
 from hpc_rl.rl.rollout.sampling import uniforms
 
 
