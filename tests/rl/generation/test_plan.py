@@ -47,9 +47,7 @@ def prompt(number: int, **row: Any) -> Prompt:
 
 
 def sources(*sizes: int) -> list[PromptFile]:
-    return [
-        PromptFile(f"{name}.jsonl", [prompt(i) for i in range(size)]) for name, size in zip("abc", sizes, strict=False)
-    ]
+    return [PromptFile(f"{c}.jsonl", [prompt(i) for i in range(size)]) for c, size in zip("abc", sizes, strict=False)]
 
 
 @given(st.lists(st.integers(1, 7), min_size=1, max_size=3), st.integers(1, 5), st.integers(1, 12))

@@ -153,9 +153,7 @@ def test_ranks_that_share_rows_have_the_same_responses(
     """Each sequence group has what one rank of as many ranks as there are groups has."""
     context, sampled = np.array(pairs, np.int64).T
     plain = assigned_to(pairs, size, groups)
-    assignment = assign_responses(
-        context + sampled, sampled, size, groups * copies, MICRO_TOKENS, sequence_parallel=copies
-    )
+    assignment = assign_responses(context + sampled, sampled, size, groups * copies, MICRO_TOKENS, None, copies)
     assert assignment.sizes == [one for one in plain.sizes for _ in range(copies)]
     assert [order.tolist() for order in assignment.orders] == [o.tolist() for o in plain.orders for _ in range(copies)]
     assert assignment.responses == plain.responses == len(pairs)

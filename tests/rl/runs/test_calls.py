@@ -73,9 +73,8 @@ def test_a_long_wait_shows_how_many_are_ready(
     monkeypatch.setattr(calls_module, "PROGRESS_S", 0.2)
     quick = Pending.of_calls(called(members[:1], "give", 1))
     assert quick.wait(TIMEOUT_S) == [1]
-    slow = Pending.of_calls([ActorCall(members[1].work.remote(), ActorLabel("rank 1 of pool test", "worker"))]).then(
-        sum
-    )
+    label = ActorLabel("rank 1 of pool test", "worker")
+    slow = Pending.of_calls([ActorCall(members[1].work.remote(), label)]).then(sum)
     with pytest.raises(RunError, match=r"^no answer within 1 s \(trainer.limit\) from rank 1 of pool test$"):
         wait_for_all([quick, slow], "models", "trainer.limit", 1)
     assert capsys.readouterr().out.startswith("waiting for the models: 1 of 2 ready, 0 s\n")

@@ -86,9 +86,8 @@ def test_exact_gradients_equal_differences(
 
     def attend(query: Any, key: Any, value: Any, sinks_H: Any) -> torch.Tensor:
         torch.manual_seed(7)  # each call drops the same weights
-        return exact_attention.attend(
-            query, key, value, BORDERS, SoftmaxOptions(0.9, window, softcap, sinks_H), dropout
-        )
+        softmax = SoftmaxOptions(0.9, window, softcap, sinks_H)
+        return exact_attention.attend(query, key, value, BORDERS, softmax, dropout)
 
     assert torch.autograd.gradcheck(attend, (query, key, value, sinks_H), fast_mode=True)
 
