@@ -1,7 +1,7 @@
 """What the driver of reinforcement learning takes per step, without models: `python -m benchmarks.driver`.
 
 The run has 100,000 prompts, and a step has 4,096 responses of 8,192 tokens on average. What the driver does in a step
-is the real code: `hpc_rl.rl.loop.trainer.step` with draws, dispatch to engines, experience, dealing, advantages,
+is the real code: `hpc_rl.rl.loop.trainer.step` with draws, dispatch to engines, experience, assignment, advantages,
 weights of the loss, the carrier, metrics and timeline. Engines and ranks are stand-ins that answer at once:
 
 - An answer of the engines completes one response, so that a step has as many turns as responses. Tokens and
