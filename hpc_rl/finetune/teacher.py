@@ -32,7 +32,7 @@ TopK = NDArray[Any]
 
 
 @dataclass(frozen=True)
-class Lesson:
+class DistillItem:
     """A sample, and the teacher's most probable tokens at its targets if they were stored."""
 
     sample: Sample
@@ -45,7 +45,7 @@ class Lesson:
         return (self.sample,)
 
 
-LESSONS: Samples[Lesson] = Samples(1, 0, lambda samples, _: Lesson(samples[0]))
+DISTILL_ITEMS: Samples[DistillItem] = Samples(1, 0, lambda samples, _: DistillItem(samples[0]))
 
 
 class Teacher:
@@ -83,9 +83,9 @@ class Teacher:
         reshard(self._model)
 
 
-def pack_lessons(lessons: Sequence[Lesson]) -> PackedBatch:
+def pack_items(items: Sequence[DistillItem]) -> PackedBatch:
     """Build the packed row of a micro-batch; the filler if a rank has no samples left."""
-    samples = [lesson.sample for lesson in lessons]
+    samples = [item.sample for item in items]
     return pack_samples([one.input_ids for one in samples], [one.loss_mask for one in samples]) if samples else filler()
 
 
@@ -98,56 +98,56 @@ def top_k_dtype(top_k: int) -> np.dtype[Any]:
 def with_top_k(
     config: DistillConfig,
     tokens: int,
-    train: Sequence[Lesson],
-    val: Sequence[Lesson],
+    train: Sequence[DistillItem],
+    val: Sequence[DistillItem],
     sizes: Sizes,
     run: RunDir,
     world: World,
     stopping: Stopping,
-) -> tuple[Sequence[Lesson], Sequence[Lesson]]:
-    """Return the lessons with the teacher's most probable tokens, one result for each target.
+) -> tuple[Sequence[DistillItem], Sequence[DistillItem]]:
+    """Return the items with the teacher's most probable tokens, one result for each target.
 
     Args:
         tokens: number of the teacher's outputs to use.
-        sizes: of the lessons of `train`, and after them of `val`.
+        sizes: of the items of `train`, and after them of `val`.
 
     Raises:
         Stopped: the run stops before all are known.
     """
-    lessons = Joined(train, val)
+    items = Joined(train, val)
     bounds = np.concatenate([[0], np.cumsum(sizes.targets[:, 0])])
-    folder = run.teacher_top_k / str(world.broadcast(_key(config, lessons) if world.is_main else None))
-    compute = partial(_results, config, tokens, lessons, sizes, world)
+    folder = run.teacher_top_k / str(world.broadcast(_key(config, items) if world.is_main else None))
+    compute = partial(_results, config, tokens, items, sizes, world)
     dtype = top_k_dtype(config.teacher.top_k or 0)
     what = "the teacher's most probable tokens"
     return with_results(what, folder, dtype, train, val, bounds, compute, _taught, world, stopping)
 
 
-def _taught(lesson: Lesson, top_k: TopK) -> Lesson:
-    return replace(lesson, top_k=top_k)
+def _taught(item: DistillItem, top_k: TopK) -> DistillItem:
+    return replace(item, top_k=top_k)
 
 
 def _results(
-    config: DistillConfig, tokens: int, lessons: Sequence[Lesson], sizes: Sizes, world: World, first: int
+    config: DistillConfig, tokens: int, items: Sequence[DistillItem], sizes: Sizes, world: World, first: int
 ) -> Iterator[TopK]:
-    """Yield the results of the next lessons, from the first one without them, until there are all."""
+    """Yield the results of the next items, from the first one without them, until there are all."""
     teacher = Teacher(config, tokens, world)
     for start, part in rounds(sizes, first, world):
         size, plan = config.trainer.sequence_parallel, Work.of(part).plan(world, config.trainer)
-        micro_batches = ([lessons[start + index] for index in micro] for micro in plan[world.rank // size])
+        micro_batches = ([items[start + index] for index in micro] for micro in plan[world.rank // size])
         own = np.concatenate([_top_k(config, teacher, micro, world) for micro in micro_batches])
         by_rank = world.gather_varied(torch.from_numpy(own.view(np.uint8)))
-        of_lesson: dict[int, TopK] = {}
+        of_item: dict[int, TopK] = {}
         for group, found in enumerate(by_rank[::size]):  # all ranks of a sequence group have the same ones
             order = [index for micro in plan[group] for index in micro]
             cuts = np.cumsum(part.targets[order, 0])[:-1]
-            of_lesson |= zip(order, np.split(found.numpy().view(own.dtype), cuts), strict=False)
-        yield np.concatenate([of_lesson[index] for index in range(len(of_lesson))])
+            of_item |= zip(order, np.split(found.numpy().view(own.dtype), cuts), strict=False)
+        yield np.concatenate([of_item[index] for index in range(len(of_item))])
 
 
-def _top_k(config: DistillConfig, teacher: Teacher, lessons: Sequence[Lesson], world: World) -> TopK:
+def _top_k(config: DistillConfig, teacher: Teacher, items: Sequence[DistillItem], world: World) -> TopK:
     """Return the teacher's most probable tokens at the targets of a micro-batch, on all ranks of a sequence group."""
-    batch = pack_lessons(lessons).to(world.device)
+    batch = pack_items(items).to(world.device)
     hidden_NG, weight_VG = teacher.outputs(teacher.sequence.own(batch))
     teaching = live(hidden_NG, weight_VG, config.algorithm.temperature, config.teacher.top_k)
     top_k = config.teacher.top_k or 0
@@ -165,6 +165,6 @@ def _top_k(config: DistillConfig, teacher: Teacher, lessons: Sequence[Lesson], w
     return found
 
 
-def _key(config: DistillConfig, lessons: Sequence[Lesson]) -> str:
+def _key(config: DistillConfig, items: Sequence[DistillItem]) -> str:
     settings = [config.model.dtype, config.trainer.device, config.teacher.top_k, config.algorithm.temperature]
-    return results_key(config.teacher.path, settings, (lesson.sample for lesson in lessons))
+    return results_key(config.teacher.path, settings, (item.sample for item in items))
