@@ -36,10 +36,10 @@ class Rank:
         self.sampled = int(shard.response_lengths.sum())
         return zlib.crc32(shard.tokens)
 
-    def column(self, reply: Any) -> Any:
+    def column(self, sink: Any) -> Any:
         import numpy as np
 
-        return reply.send(np.arange(self.sampled, dtype=np.float32))
+        return sink.send(np.arange(self.sampled, dtype=np.float32))
 
     def update(self, parcel: Any) -> int:
         columns = parcel.open()
@@ -62,7 +62,7 @@ class Step:
         import torch
         from tensordict import TensorDict
 
-        from hpc_rl.rl.loop.dealing import deal_step, shuffled
+        from hpc_rl.rl.loop.assignment import assign_responses, shuffled
         from hpc_rl.rl.loop.experience import jagged
 
         self.carrier, self.pools = carrier, pools
@@ -78,9 +78,11 @@ class Step:
         self.experience = TensorDict(rows, batch_size=[RESPONSES])
         flat = torch.from_numpy(draw.standard_normal(int(lengths.sum()), np.float32))
         self.own = {name: jagged(flat, self.lengths) for name in ("advantages", "weights")}
-        self.deal = deal_step(lengths + PROMPT, lengths, None, RANKS, MICRO_TOKENS)
+        self.assignment = assign_responses(lengths + PROMPT, lengths, None, RANKS, MICRO_TOKENS)
         self.passes = [
-            deal_step(lengths + PROMPT, lengths, RESPONSES // 4, RANKS, MICRO_TOKENS, shuffled(RESPONSES, 0, 0, epoch))
+            assign_responses(
+                lengths + PROMPT, lengths, RESPONSES // 4, RANKS, MICRO_TOKENS, shuffled(RESPONSES, 0, 0, epoch)
+            )
             for epoch in range(passes)
         ]
         self.bytes = 0
@@ -88,30 +90,30 @@ class Step:
 
     def run(self) -> list[int]:
         """Return the checksums of the ranks."""
-        shards = self.carrier.shards(self.experience, self.deal)
+        shards = self.carrier.shards(self.experience, self.assignment)
         found = [checksum for pool in self.pools for checksum in self.call(pool, "hold", shards)]
         columns: dict[str, Any] = dict(self.own)
         for name, pool in (("old_logprobs", self.pools[0]), ("ref_logprobs", self.pools[-1])):
             columns[name] = self.computed(pool)
-        for deal in self.passes or [self.deal]:
+        for assignment in self.passes or [self.assignment]:
             if self.passes:
-                found += self.call(self.pools[0], "hold", self.carrier.shards(self.experience, deal))
-            found += self.call(self.pools[0], "update", self.carrier.columns(deal, columns))
+                found += self.call(self.pools[0], "hold", self.carrier.shards(self.experience, assignment))
+            found += self.call(self.pools[0], "update", self.carrier.columns(assignment, columns))
         self.carrier.clear()
         return found
 
     def computed(self, pool: Sequence[Any]) -> Any:
         import torch
 
-        from hpc_rl.rl.carriers.base import AtOnce
+        from hpc_rl.rl.carriers.base import DirectSink
         from hpc_rl.rl.loop.experience import jagged
 
-        kept = self.carrier.kept(self.deal, self.lengths)
+        kept = self.carrier.kept(self.assignment, self.lengths)
         if kept is not None:
             self.call(pool, "column", kept[0])
             return kept[1]
-        parts = self.call(pool, "column", [AtOnce()] * RANKS)
-        return jagged(torch.from_numpy(self.deal.join(parts)), self.lengths)
+        parts = self.call(pool, "column", [DirectSink()] * RANKS)
+        return jagged(torch.from_numpy(self.assignment.join(parts)), self.lengths)
 
     def call(self, pool: Sequence[Any], method: str, arguments: Sequence[Any]) -> list[Any]:
         import ray

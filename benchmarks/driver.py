@@ -1,7 +1,7 @@
 """What the driver of reinforcement learning takes per step, without models: `python -m benchmarks.driver`.
 
 The run has 100,000 prompts, and a step has 4,096 responses of 8,192 tokens on average. What the driver does in a step
-is the real code: `hpc_rl.rl.loop.trainer.step` with draws, dispatch to engines, experience, dealing, advantages,
+is the real code: `hpc_rl.rl.loop.trainer.step` with draws, dispatch to engines, experience, assignment, advantages,
 weights of the loss, the carrier, metrics and timeline. Engines and ranks are stand-ins that answer at once:
 
 - An answer of the engines completes one response, so that a step has as many turns as responses. Tokens and
@@ -56,7 +56,7 @@ from hpc_rl.rl.loop.metrics import timeline
 from hpc_rl.rl.loop.state import PpoState
 from hpc_rl.rl.rollout.dispatch import Dispatch
 from hpc_rl.rl.rollout.engine import Completion, Span
-from hpc_rl.rl.rollout.request_queue import Asked, Request
+from hpc_rl.rl.rollout.request_queue import QueuedResponses, Request
 from hpc_rl.rl.rollout.respondent import Samplings
 from hpc_rl.rl.workers.group import WorkerGroup
 from hpc_rl.run_dir import RunDir
@@ -161,8 +161,8 @@ class Ranks(WorkerGroup):
             return 1.0
         if method == "hold":
             return None
-        deal, lengths_B = self._dealt
-        return self._numbers[: int(lengths_B[torch.from_numpy(deal.orders[rank])].sum())]
+        assignment, lengths_B = self._assigned
+        return self._numbers[: int(lengths_B[torch.from_numpy(assignment.orders[rank])].sum())]
 
 
 class Engines:
@@ -180,14 +180,14 @@ class Engines:
         self._completions = completions
         self._dispatch = Dispatch(count, PLACES)
         self._running: list[tuple[int, Request]] = []
-        self._asked: dict[int, Asked] = {}
+        self._asked: dict[int, QueuedResponses] = {}
         self._number = 0
         self._order = np.random.default_rng(SEED)
 
-    def ask(self, prompt: Prompt, draws: Samplings, wave: int = 0) -> Asked:
+    def ask(self, prompt: Prompt, draws: Samplings, wave: int = 0) -> QueuedResponses:
         """See RequestQueue."""
         first, self._number = self._number, self._number + len(draws)
-        asked = Asked([Request(first + index, prompt.token_ids, *draw) for index, draw in enumerate(draws)])
+        asked = QueuedResponses([Request(first + index, prompt.token_ids, *draw) for index, draw in enumerate(draws)])
         self._asked.update((request.number, asked) for request in asked.requests)
         self._dispatch.add(asked.requests, wave)
         return asked

@@ -39,7 +39,7 @@ from hpc_rl.data.order import Position
 from hpc_rl.data.prompts import Prompt
 from hpc_rl.rewards.scorer import Scores
 from hpc_rl.rl.actors.calls import Pending
-from hpc_rl.rl.loop.draws import Batch, Desk, Draws, prompt_order
+from hpc_rl.rl.loop.draws import Batch, Draws, prompt_order
 from hpc_rl.rl.loop.staleness import batches_ahead
 from hpc_rl.rl.rollout.engine import Completion
 
@@ -121,7 +121,7 @@ class Simulation:
         self._queue = VirtualQueue(gpus, PLACES, step_seconds, lengths, variant.equal_parts)
         prompts = [Prompt(np.zeros(1, np.int32), "", {}, "")] * (PROMPTS * 4)
         order = prompt_order(config, len(prompts), Position())
-        self._draws = Draws(Desk(config, prompts, self._queue, NoScoring(), order))  # type: ignore[arg-type]
+        self._draws = Draws(config, prompts, self._queue, NoScoring(), order)  # type: ignore[arg-type]
         self._train_s = train_seconds(gpus, variant)
         self._taken = self._trained = 0
         self._drawn_at = (-1, -1)

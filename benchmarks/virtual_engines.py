@@ -17,7 +17,7 @@ import numpy as np
 from hpc_rl.data.prompts import Prompt
 from hpc_rl.rl.rollout.dispatch import Dispatch
 from hpc_rl.rl.rollout.engine import Completion, Request, Span
-from hpc_rl.rl.rollout.request_queue import Asked
+from hpc_rl.rl.rollout.request_queue import QueuedResponses
 from hpc_rl.rl.rollout.respondent import Samplings
 
 StepSeconds = Callable[[int], float]
@@ -136,7 +136,7 @@ class VirtualQueue:
         self._dispatch = Dispatch(engines, places)
         self._lengths = lengths
         self._new: list[Request] | None = [] if equal_parts else None
-        self._asked: dict[int, Asked] = {}
+        self._asked: dict[int, QueuedResponses] = {}
         self._due = np.full(engines, math.inf)
         self._number = 0
         self.complete_groups = 0
@@ -163,10 +163,10 @@ class VirtualQueue:
             return len(self._asked)
         return sum(self._dispatch.running(index) for index in range(len(self._engines)))
 
-    def ask(self, prompt: Prompt, draws: Samplings, wave: int = 0) -> Asked:
+    def ask(self, prompt: Prompt, draws: Samplings, wave: int = 0) -> QueuedResponses:
         """See RequestQueue."""
         first, self._number = self._number, self._number + len(draws)
-        asked = Asked([Request(first + index, prompt.token_ids, *draw) for index, draw in enumerate(draws)])
+        asked = QueuedResponses([Request(first + index, prompt.token_ids, *draw) for index, draw in enumerate(draws)])
         self._asked.update((request.number, asked) for request in asked.requests)
         if self._new is None:
             self._dispatch.add(asked.requests, wave)

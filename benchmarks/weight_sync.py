@@ -82,7 +82,7 @@ class Trainer:
     def __init__(self, engine: Any, node: str, bucket_mb: int) -> None:
         import torch
 
-        from hpc_rl.rl.actors.fates import Actor
+        from hpc_rl.rl.actors.deaths import ActorLabel
         from hpc_rl.rl.weights.base import EngineActors, WeightSource
         from hpc_rl.rl.weights.host import HostSender
         from hpc_rl.training.parallel.distributed import World
@@ -97,7 +97,7 @@ class Trainer:
         self.model = make_model()
         self.target = [torch.empty_like(parameter).copy_(parameter) for parameter in self.model.parameters()]
         world = World(0, 1, torch.device("cpu"))
-        name = Actor("engine", "engine")
+        name = ActorLabel("engine", "engine")
         near, far = (EngineActors([engine], [name], [place], TIMEOUT_S) for place in (node, "elsewhere"))
         whole, gathered = WeightSource(self.model, torch.float32), Gathered(self.model, torch.float32)
         self.senders = {

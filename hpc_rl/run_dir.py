@@ -120,8 +120,8 @@ class RunDir:
 
     @property
     def ref_logprobs(self) -> Path:
-        """ref_logprobs.npz: the reference's log-probabilities of all preferences, and what they were computed from."""
-        return self.path / "ref_logprobs.npz"
+        """ref_logprobs/: a folder for each reference and data set, with the reference's log-probabilities."""
+        return self.path / "ref_logprobs"
 
     @property
     def teacher_top_k(self) -> Path:

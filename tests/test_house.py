@@ -32,9 +32,8 @@ LONG_FILES = {
 }
 """Files of more than 400 lines."""
 SHARED_NAMES = {
-    *("Actor", "Answer", "Asked", "Batch", "Call", "Conversations", "Ended", "Endpoint", "Estimate", "Finding"),
-    *("Group", "Node", "Outcome", "Place", "Plan", "Progress", "Reference", "Reply", "Rows", "Runner", "Scoring"),
-    *("Source", "Start", "Teacher", "Watch"),
+    *("Answer", "Call", "Conversations", "Ended", "Endpoint", "Estimate", "Finding", "Outcome", "Place", "Progress"),
+    *("Start", "Watch"),
 }
 """Public classes of which hpc_rl has more than one."""
 

@@ -30,7 +30,7 @@ from hpc_rl.liveness import flight_records
 from hpc_rl.node import stack_files
 from hpc_rl.node.health.trials import last_words
 from hpc_rl.rewards import exact, gsm8k
-from hpc_rl.rl.actors import fates
+from hpc_rl.rl.actors import deaths
 from hpc_rl.slurm import allocation, cluster, states
 from hpc_rl.tracking.metrics import read_metrics
 from hpc_rl.tracking.samples import read_samples
@@ -286,7 +286,7 @@ FUNCTIONS: dict[str, tuple[Callable[[str, Path], object], tuple[tuple[str, str],
     "stacks": (of_text(stack_files.waits_for_others), (("", 'File "'), ("", "Thread 0x"), ('File "', "/torch"))),
     "the last words of a trial": (of_file("trial.log", last_words), LOGS),
     "how an actor died": (
-        of_text(lambda text: fates.fate_of(fates.Evidence(text, log=text), "engine")),
+        of_text(lambda text: deaths.death_cause(deaths.Evidence(text, log=text), "engine")),
         (
             ("", "ip: "),
             (" ", "\npid: "),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -22,14 +22,6 @@ from hpc_rl.training.stopping import Stopping
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
-
-
-class Batch(Protocol):
-    """A micro-batch."""
-
-    def to(self, device: torch.device) -> Any:
-        """Return a copy on the device."""
-        ...
 
 
 class Found(NamedTuple):

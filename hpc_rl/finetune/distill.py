@@ -14,7 +14,7 @@ from hpc_rl.data.lazy import Sizes
 from hpc_rl.errors import AgreedError
 from hpc_rl.finetune.base import Found
 from hpc_rl.finetune.sft import Sft
-from hpc_rl.finetune.teacher import LESSONS, Lesson, Teacher, pack_lessons, top_k_dtype, with_top_k
+from hpc_rl.finetune.teacher import DISTILL_ITEMS, DistillItem, Teacher, pack_items, top_k_dtype, with_top_k
 from hpc_rl.finetune.teacher_ranks import RemoteTeacher, Teams, serve, split
 from hpc_rl.run_dir import RunDir
 from hpc_rl.training.models.attention.packed_batch import PackedBatch
@@ -26,8 +26,8 @@ from hpc_rl.training.stopping import Stopping
 
 
 @dataclass(frozen=True)
-class LessonBatch:
-    """A micro-batch of lessons."""
+class DistillBatch:
+    """A micro-batch of items."""
 
     packed: PackedBatch
     ids_NK: torch.Tensor
@@ -35,16 +35,16 @@ class LessonBatch:
     logprobs_NK: torch.Tensor
     """Their log-probabilities, and that of all other tokens together, [N, K + 1]: float32."""
 
-    def to(self, device: torch.device) -> LessonBatch:
+    def to(self, device: torch.device) -> DistillBatch:
         """Return a copy on the device."""
-        return LessonBatch(self.packed.to(device), self.ids_NK.to(device), self.logprobs_NK.to(device))
+        return DistillBatch(self.packed.to(device), self.ids_NK.to(device), self.logprobs_NK.to(device))
 
 
 class Distill(Sft):
     """Learn the teacher's distribution of each of the assistant's tokens of chats."""
 
     config: DistillConfig  # type: ignore[assignment]
-    form = LESSONS  # type: ignore[assignment]
+    form = DISTILL_ITEMS  # type: ignore[assignment]
     _teacher: Teacher | RemoteTeacher | None = None
     """Held if it is evaluated in each step."""
     _teams: Teams | None = None
@@ -57,7 +57,7 @@ class Distill(Sft):
         self._terms = Terms(own.divergence, own.js_weight, own.temperature, own.sft_coeff)
 
     def join(self, world: World) -> World | None:
-        """See `Objective.join`. All ranks check the models: only rank 0, which trains, prints what is wrong."""
+        """Return the ranks that train. All ranks check the models: only rank 0, which trains, prints what is wrong."""
         self._tokens = self._common_outputs(world)
         if self.config.teacher.ranks_per_node is None:
             return world
@@ -65,25 +65,25 @@ class Distill(Sft):
         return None if self._teams.teaches else self._teams.own
 
     def serve(self) -> int:
-        """See `Objective.serve`."""
+        """Answer the ranks that train, and return their exit code."""
         assert self._teams is not None
         return serve(self.config, self._tokens, self._teams)
 
     def leave(self, exit_code: int) -> None:
-        """See `Objective.leave`."""
+        """Let the ranks of the teacher end."""
         if isinstance(self._teacher, RemoteTeacher):
             self._teacher.leave(exit_code)
 
     def prepare(
         self,
-        train: Sequence[Lesson],
-        val: Sequence[Lesson],
+        train: Sequence[DistillItem],
+        val: Sequence[DistillItem],
         sizes: Sizes,
         run: RunDir,
         world: World,
         stopping: Stopping,
-    ) -> tuple[Sequence[Lesson], Sequence[Lesson]]:
-        """Load the teacher, or add its most probable tokens to the lessons."""
+    ) -> tuple[Sequence[DistillItem], Sequence[DistillItem]]:
+        """Load the teacher, or add its most probable tokens to the items."""
         if not self.config.teacher.precompute_top_k:
             if self._teams is None:
                 self._teacher = Teacher(self.config, self._tokens, world)
@@ -91,7 +91,7 @@ class Distill(Sft):
         return with_top_k(self.config, self._tokens, train, val, sizes, run, world, stopping)
 
     def load(self, world: World) -> Any:
-        """See `Objective.load`. A teacher on other ranks is loaded at the same time."""
+        """Load the student. A teacher on other ranks is loaded at the same time."""
         model = super().load(world)
         if self._teams is not None:
             self._teacher = RemoteTeacher(self.config, self._tokens, self._teams)
@@ -99,17 +99,17 @@ class Distill(Sft):
 
     def collate(self, items: Sequence[Any]) -> Any:
         """Build a micro-batch; the filler if a rank has no samples left."""
-        rows = [lesson.top_k for lesson in items if lesson.top_k is not None]
+        rows = [item.top_k for item in items if item.top_k is not None]
         found = np.concatenate(rows or [np.empty(0, top_k_dtype(0))])
         ids_NK, logprobs_NK = found["ids"].astype(np.int64), np.ascontiguousarray(found["logprobs"])
-        return LessonBatch(pack_lessons(items), torch.from_numpy(ids_NK), torch.from_numpy(logprobs_NK))
+        return DistillBatch(pack_items(items), torch.from_numpy(ids_NK), torch.from_numpy(logprobs_NK))
 
-    def begin(self, model: PackedModel, batches: Iterable[LessonBatch], world: World) -> None:
-        """See `Objective.begin`."""
+    def begin(self, model: PackedModel, batches: Iterable[DistillBatch], world: World) -> None:
+        """Ask a teacher on other ranks for the first micro-batch of a global batch."""
         if isinstance(self._teacher, RemoteTeacher):
             self._teacher.begin(batch.packed for batch in batches)
 
-    def loss(self, model: CausalLM, batch: LessonBatch, scale: float) -> Found:
+    def loss(self, model: CausalLM, batch: DistillBatch, scale: float) -> Found:
         """Return `scale` times the sum of the losses of a micro-batch's targets, in nats."""
         own = model.sequence.own(batch.packed)
         if self._teacher is None:

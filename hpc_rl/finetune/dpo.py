@@ -45,7 +45,7 @@ class _Referenced(Objective):
     form: Samples[Preference] = sample_files.preferences(2, 1)
 
     def tokenizer(self, tokenizer: PreTrainedTokenizerBase) -> Tokenize:
-        """See `Objective.tokenizer`."""
+        """Return the function that tokenizes preferences."""
         return preference_tokenizer(self.untemplated_data, tokenizer)
 
     def model(self) -> Pretrained[CausalLM]:

@@ -34,11 +34,11 @@ class _Scoring(Objective):
 
     @property
     def form(self) -> Samples[Preference]:
-        """See `Objective.form`."""
+        """What a preference of the tokenized data consists of."""
         return preferences(self.width, self.config.outputs)
 
     def tokenizer(self, tokenizer: PreTrainedTokenizerBase) -> Tokenize:
-        """See `Objective.tokenizer`."""
+        """Return the function that tokenizes preferences."""
         return preference_tokenizer(self.untemplated_data, tokenizer)
 
     def model(self) -> Pretrained[ScoreModel]:

@@ -27,7 +27,7 @@ class Sft(Objective):
     form: Samples[Sample] = CHATS
 
     def tokenizer(self, tokenizer: PreTrainedTokenizerBase) -> Tokenize:
-        """See `Objective.tokenizer`."""
+        """Return the function that tokenizes chats."""
         return chat_tokenizer(self.untemplated_data, tokenizer)
 
     def model(self) -> Pretrained[CausalLM]:

@@ -15,7 +15,7 @@ from hpc_rl.data.mixture import Mixture
 from hpc_rl.data.order import Position, batches, steps_per_epoch
 
 
-class Batch(NamedTuple):
+class GlobalBatch(NamedTuple):
     """A global batch."""
 
     items: Sequence[Item]
@@ -63,10 +63,10 @@ class TrainingData(ABC):
             Stopped: the run stops in the meantime.
         """
 
-    def draw(self) -> Batch:
+    def draw(self) -> GlobalBatch:
         """Return the next batch."""
         indices, position = next(self._batches)
-        return Batch(self.items, indices, self.sizes.at(indices), position)
+        return GlobalBatch(self.items, indices, self.sizes.at(indices), position)
 
     @abstractmethod
     def samples(self, position: Position) -> int | None:
@@ -103,18 +103,18 @@ class Epochs(TrainingData):
 
     @property
     def total_steps(self) -> int:
-        """See `TrainingData.total_steps`."""
+        """The number of steps of all epochs, or the option."""
         trainer, each = self._config.trainer, steps_per_epoch(len(self.items), self._config.data.train_batch_size)
         return trainer.total_training_steps or trainer.total_epochs * each
 
     def resume(self, position: Position, steps: int) -> None:
-        """See `TrainingData.resume`."""
+        """Continue after a position."""
         self._begin(position, self.mixture)
 
     def samples(self, position: Position) -> int | None:
-        """See `TrainingData.samples`."""
+        """Return the number of all items."""
         return len(self.items)
 
     def progress(self, position: Position) -> dict[str, float]:
-        """See `TrainingData.progress`."""
+        """Return how many epochs have been used, as metrics."""
         return {"train/epoch": position.epoch + position.index / len(self.items)}

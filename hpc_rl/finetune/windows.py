@@ -23,7 +23,7 @@ from hpc_rl.data.reading.formats import Row
 from hpc_rl.data.reading.row_checks import refuse_local, refuse_offline
 from hpc_rl.data.reading.windows import WindowReader, read_log, rows_file, window_blocks
 from hpc_rl.errors import AgreedError, AgreedRunError, RunError, UserError
-from hpc_rl.finetune.training_data import Batch, TrainingData
+from hpc_rl.finetune.training_data import GlobalBatch, TrainingData
 from hpc_rl.formats.hub import data_offline
 from hpc_rl.liveness.heartbeat import heart
 from hpc_rl.run_dir import RunDir, trusted_group
@@ -82,24 +82,24 @@ class Windows(TrainingData):
 
     @property
     def total_steps(self) -> int:
-        """See `TrainingData.total_steps`."""
+        """The number of steps of the run, which is an option: the length of the data may not be known."""
         steps = self._config.trainer.total_training_steps
         assert steps is not None
         return steps
 
     def resume(self, position: Position, steps: int) -> None:
-        """See `TrainingData.resume`."""
+        """Continue after a position, and load its window. Every rank calls this."""
         self._position, self._left = position, steps
         if steps > 0:
             self.advance()
 
     @property
     def needs_more(self) -> bool:
-        """See `TrainingData.needs_more`."""
+        """Whether the next batch is in another window."""
         return self._position.epoch != self._window
 
     def advance(self) -> None:
-        """See `TrainingData.advance`. A window of which no item is left is passed over."""
+        """Load the next window of which an item is left. Every rank calls this."""
         empty = 0
         while True:
             window = self._position.epoch
@@ -117,8 +117,8 @@ class Windows(TrainingData):
         self._begin(self._position)
         self._read_ahead()
 
-    def draw(self) -> Batch:
-        """See `TrainingData.draw`."""
+    def draw(self) -> GlobalBatch:
+        """Return the next batch of the window."""
         if self._reader is not None:
             with contextlib.suppress(ProcessLost):  # another one reads the window when it is needed
                 self._reader.listen()
@@ -127,15 +127,15 @@ class Windows(TrainingData):
         return batch
 
     def samples(self, position: Position) -> int | None:
-        """See `TrainingData.samples`."""
+        """Return the number of items of the window; None at its beginning."""
         return len(self.items) if position.index and len(self.items) else None
 
     def progress(self, position: Position) -> dict[str, float]:
-        """See `TrainingData.progress`."""
+        """Return how many windows have been used, as metrics."""
         return {"train/window": position.epoch + position.index / len(self.items)}
 
     def close(self, is_done: bool) -> None:
-        """See `TrainingData.close`."""
+        """End the process that reads; if the run is done, remove the present window. Every rank calls this."""
         if self._reader is not None:
             self._reader.close()
         if is_done:
@@ -256,9 +256,9 @@ class _Rows(RowSource):
     staleness: ClassVar[str] = "is of other rows or settings"
 
     def bring(self) -> None:
-        """See `RowSource.bring`."""
+        """Write the file with the rows."""
         self.bring_rows()
 
     def blocks(self, part: int, parts: int) -> Iterator[list[tuple[Row, str]]]:
-        """See `RowSource.blocks`."""
+        """Yield one part of the rows, in blocks."""
         return window_blocks(self.path, self.files[0], self.first, part, parts)

@@ -12,10 +12,10 @@ from hpc_rl.errors import UserError
 from hpc_rl.run_dir import RunDir, current_attempt_dir, current_run_dir
 
 if TYPE_CHECKING:
-    from hpc_rl.rl.actors.cluster import DriverConfig, Runner
+    from hpc_rl.rl.actors.cluster import DriverConfig, DriverProgram
 
 
-def run_in_driver(kind: str, config: DriverConfig, runner_class: type[Runner], run: RunDir | None) -> int:
+def run_in_driver(kind: str, config: DriverConfig, runner_class: type[DriverProgram], run: RunDir | None) -> int:
     """Run a driver in a run directory: the given one, that of the job, or a new one below `runs/`.
 
     Returns:

@@ -23,7 +23,7 @@ from hpc_rl.system.disk import tolerate_lost_output
 from hpc_rl.training.command import parse as read_command
 
 if TYPE_CHECKING:
-    from hpc_rl.rl.actors.cluster import Runner
+    from hpc_rl.rl.actors.cluster import DriverProgram
 
 
 class TaskRunner:
@@ -62,7 +62,7 @@ class TaskRunner:
                 print(f"warning: {error}", flush=True)
 
 
-def run_ppo(config: PpoConfig, task_runner_class: type[Runner] | None = None, run: RunDir | None = None) -> int:
+def run_ppo(config: PpoConfig, task_runner_class: type[DriverProgram] | None = None, run: RunDir | None = None) -> int:
     """Train to the end, or until the run directory has a stop file.
 
     Args:

@@ -12,11 +12,10 @@ from collections.abc import Sequence
 from hpc_rl.errors import UserError
 
 Bin = list[int]
-Plan = list[list[Bin]]
 
 
-def plan_batch(lengths: Sequence[int], ranks: int, micro_tokens: int, packing: bool = True) -> Plan:
-    """Deal the samples of one global batch to ranks and micro-batches.
+def plan_batch(lengths: Sequence[int], ranks: int, micro_tokens: int, packing: bool = True) -> list[list[Bin]]:
+    """Assign the samples of one global batch to ranks and micro-batches.
 
     With packing, a micro-batch holds as many samples as fit, and all micro-batches are about equally full. Without
     packing, it holds one sample. The loads of two ranks differ by at most the longest sample's tokens. A micro-batch is
@@ -36,7 +35,7 @@ def plan_batch(lengths: Sequence[int], ranks: int, micro_tokens: int, packing: b
             f"a sample of {longest} tokens is over trainer.micro_tokens {micro_tokens}: raise trainer.micro_tokens"
         )
     bins = pack(lengths, ranks, micro_tokens) if packing else [[sample] for sample in range(len(lengths))]
-    return deal(bins, lengths, ranks)
+    return assign_bins(bins, lengths, ranks)
 
 
 def pack(lengths: Sequence[int], multiple: int, budget: int) -> list[Bin]:
@@ -61,15 +60,15 @@ def pack(lengths: Sequence[int], multiple: int, budget: int) -> list[Bin]:
         count += multiple
 
 
-def deal(bins: Sequence[Bin], lengths: Sequence[int], ranks: int) -> Plan:
-    """Deal bins to ranks, fullest first, in rounds that alternate direction; empty bins complete the last round.
+def assign_bins(bins: Sequence[Bin], lengths: Sequence[int], ranks: int) -> list[list[Bin]]:
+    """Assign bins to ranks, fullest first, in rounds that alternate direction; empty bins complete the last round.
 
     Since a round takes bins that are next to each other in size, the n-th micro-batches of all ranks are about equally
     full, and no rank waits long for another.
     """
     loads = [sum(lengths[sample] for sample in samples) for samples in bins]
     order = sorted(range(len(bins)), key=lambda number: (-loads[number], bins[number]))
-    plan: Plan = [[] for _ in range(ranks)]
+    plan: list[list[Bin]] = [[] for _ in range(ranks)]
     for start in range(0, len(order), ranks):
         around = [list(bins[number]) for number in order[start : start + ranks]]
         around += [[] for _ in range(ranks - len(around))]

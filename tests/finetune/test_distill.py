@@ -86,9 +86,9 @@ def config_of(words: list[str]) -> DistillConfig:
 def plain(config: DistillConfig, student: Any, theirs: Any, batch: list[Any]) -> torch.Tensor:
     """The mean loss of the batch's targets, sample by sample, with transformers' own attention and all logits."""
     own, total, targets = config.algorithm, torch.zeros(()), 0
-    for lesson in batch:
-        ids = torch.from_numpy(lesson.sample.input_ids).long()
-        rows = torch.from_numpy(lesson.sample.loss_mask[1:])
+    for item in batch:
+        ids = torch.from_numpy(item.sample.input_ids).long()
+        rows = torch.from_numpy(item.sample.loss_mask[1:])
         logits = student(input_ids=ids[None]).logits[0, :-1][rows]
         with torch.no_grad():
             taught = theirs(input_ids=ids[None]).logits[0, :-1][rows][:, :TOKENS]
@@ -189,7 +189,7 @@ def test_stopped_on_two_ranks_and_resumed_on_one(
     (tmp_path / "stop").touch()
     results = run_job(base, tmp_path, ranks=2)
     assert [code for code, _, _ in results] == [EXIT_STOPPED] * 2, results
-    assert "the teacher's most probable tokens of 44 of 44 samples are stored" in results[0][1]
+    assert "the teacher's most probable tokens of 44 of 44 samples or pairs are stored" in results[0][1]
     (tmp_path / "stop").unlink()
     monkeypatch.setattr(teacher, "Teacher", None)  # a resumed run reads what was stored
     assert run_here(base, tmp_path) == 0
@@ -206,18 +206,18 @@ def test_a_stop_while_the_teacher_computes(
     base, asked = [*KIND, *overrides(folder, "stored")], []
     computed = teacher._top_k
 
-    def compute_and_ask(config: Any, theirs: Any, lessons: Any, world: Any) -> Any:
-        asked.append(len(lessons))
+    def compute_and_ask(config: Any, theirs: Any, items: Any, world: Any) -> Any:
+        asked.append(len(items))
         if sum(asked) == 16:  # at the end of the second round
             (tmp_path / "stop").touch()
-        return computed(config, theirs, lessons, world)
+        return computed(config, theirs, items, world)
 
     monkeypatch.setattr(precomputed, "_ROUND", 8)
     monkeypatch.setattr(teacher, "_top_k", compute_and_ask)
     assert run_here(base, tmp_path) == EXIT_STOPPED
-    assert "the teacher's most probable tokens of 16 of 44 samples are stored" in capsys.readouterr().out
+    assert "the teacher's most probable tokens of 16 of 44 samples or pairs are stored" in capsys.readouterr().out
     (tmp_path / "stop").unlink()
-    monkeypatch.setattr(teacher, "_STORE_BYTES", 1)
+    monkeypatch.setattr(precomputed, "_STORE_BYTES", 1)
     assert run_here(base, tmp_path) == 0
     assert sum(asked) == 44
     assert len(list(tmp_path.glob("teacher_top_k/*/*.npy"))) == 5  # 16, 8, 8, 8 and 4 samples
@@ -303,18 +303,19 @@ def test_the_metrics_are_means_over_targets() -> None:
     assert json.dumps(found)
 
 
-def test_stored_tokens_belong_to_their_lessons() -> None:
-    """Lessons with 2, 1 and 3 targets; the tokens of the first two are in one part, those of the third in another."""
+def test_stored_tokens_belong_to_their_items() -> None:
+    """Items with 2, 1 and 3 targets; the tokens of the first two are in one part, those of the third in another."""
     samples = [Sample(np.arange(4, dtype=np.int32), np.arange(4) >= 4 - targets) for targets in (2, 1, 3)]
     stored = np.zeros(6, teacher.top_k_dtype(1))
     stored["ids"][:, 0] = np.arange(6)
-    lessons = [teacher.Lesson(sample) for sample in samples]
-    taught = teacher.TaughtLessons(lessons, np.array([0, 2, 3, 6]), [stored[:3], stored[3:]])
-    assert len(taught) == 3 and [lesson.sample for lesson in taught] == samples
-    assert [lesson.top_k["ids"][:, 0].tolist() for lesson in taught if lesson.top_k is not None] == [
+    items = [teacher.DistillItem(sample) for sample in samples]
+    parts = [stored[:3], stored[3:]]
+    taught = precomputed.WithResults(items, np.array([0, 2, 3, 6]), parts, teacher._taught)
+    assert len(taught) == 3 and [item.sample for item in taught] == samples
+    assert [item.top_k["ids"][:, 0].tolist() for item in taught if item.top_k is not None] == [
         [0, 1],
         [2],
         [3, 4, 5],
     ]
-    last = teacher.TaughtLessons(lessons[2:], np.array([3, 6]), [stored[:3], stored[3:]])[0]
+    last = precomputed.WithResults(items[2:], np.array([3, 6]), parts, teacher._taught)[0]
     assert last.top_k is not None and last.top_k["ids"][:, 0].tolist() == [3, 4, 5]

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from numpy.typing import NDArray
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from hpc_rl.config.compose import compose
@@ -286,6 +287,11 @@ def test_the_report_has_plots_of_the_kind(uninterrupted: dict[str, Path], name: 
     assert plot_titles(uninterrupted[name]) - speed == titles | always
 
 
+def stored_logprobs(run: Path) -> NDArray[np.float32]:
+    paths = sorted(run.glob("ref_logprobs/*/*.npy"), key=lambda path: int(path.stem))
+    return np.concatenate([np.load(path)["logprobs"] for path in paths])
+
+
 def test_stopped_on_two_ranks_and_resumed_on_one(
     folder: Path, tmp_path: Path, uninterrupted: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -321,7 +327,7 @@ def test_a_stop_while_the_reference_computes(
     monkeypatch.setattr(reference, "heart", SimpleNamespace(beat=lambda: beats.append(1)))
     assert run_here(base, tmp_path) == EXIT_STOPPED
     assert "the reference's log-probabilities of 16 of 44 samples or pairs are stored" in capsys.readouterr().out
-    assert np.load(tmp_path / "ref_logprobs.npz")["logprobs"].shape == (16, 2)
+    assert stored_logprobs(tmp_path).shape == (16, 2)
     assert len(beats) == len(asked) > 2
     (tmp_path / "stop").unlink()
     assert run_here(base, tmp_path) == 0
@@ -331,14 +337,11 @@ def test_a_stop_while_the_reference_computes(
 
 def test_results_are_stored_now_and_then(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     base = ["--kind", "dpo", *overrides(folder, "dpo", "sigmoid"), "trainer.total_training_steps=1"]
-    written: list[int] = []
     monkeypatch.setattr(precomputed, "_ROUND", 8)
-    monkeypatch.setattr(reference, "_write", lambda path, key, rows: written.append(len(rows)))
-    assert run_here(base, tmp_path / "seldom") == 0
-    assert written == [44]
-    monkeypatch.setattr(precomputed, "_STORE_EVERY_S", -1)
-    assert run_here(base, tmp_path / "often") == 0
-    assert written[1:] == [8, 16, 24, 32, 40, 44]
+    for name, every_s, firsts in (("seldom", 300, [0]), ("often", -1, [0, 8, 16, 24, 32, 40])):
+        monkeypatch.setattr(precomputed, "_STORE_EVERY_S", every_s)
+        assert run_here(base, tmp_path / name) == 0
+        assert sorted(int(path.stem) for path in (tmp_path / name).glob("ref_logprobs/*/*.npy")) == firsts
 
 
 def test_the_reference_is_freed_before_the_policy_is_loaded(
@@ -370,9 +373,9 @@ def test_the_reference_is_freed_before_the_policy_is_loaded(
 
 @pytest.mark.parametrize("damaged", [b"", b"PK\x03\x04 cut off", b"text"])
 def test_a_damaged_file_of_log_probabilities_is_not_used(tmp_path: Path, damaged: bytes) -> None:
-    (tmp_path / "found.npz").write_bytes(damaged)
-    assert reference._read(tmp_path / "found.npz", "key", width=2).shape == (0, 2)
-    assert reference._read(tmp_path / "none.npz", "key", width=2).shape == (0, 2)
+    assert precomputed.stored(tmp_path, reference.logprobs_dtype(2)) == []
+    (tmp_path / "0.npy").write_bytes(damaged)
+    assert precomputed.stored(tmp_path, reference.logprobs_dtype(2)) == []
 
 
 def test_stored_log_probabilities_of_other_data_are_not_used(
@@ -380,11 +383,12 @@ def test_stored_log_probabilities_of_other_data_are_not_used(
 ) -> None:
     base = ["--kind", "dpo", *overrides(folder, "dpo", "sigmoid")]
     assert run_here(base, tmp_path, "trainer.total_training_steps=1") == 0
-    stored = np.load(tmp_path / "ref_logprobs.npz")["logprobs"]
+    stored = stored_logprobs(tmp_path)
     assert stored.shape == (44, 2)
-    np.savez(tmp_path / "ref_logprobs.npz", key=np.array("other"), logprobs=stored + 1)
+    (own,) = (tmp_path / "ref_logprobs").iterdir()
+    own.rename(own.with_name("other"))
     assert run_here(base, tmp_path, "trainer.total_training_steps=2") == 0
-    assert np.allclose(np.load(tmp_path / "ref_logprobs.npz")["logprobs"], stored, atol=1e-5)
+    assert np.allclose(np.load(own / "0.npy")["logprobs"], stored, atol=1e-5)
 
 
 def test_the_exported_reward_model_scores_as_it_was_trained(folder: Path, tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ import numpy as np
 
 from hpc_rl.data.prompts import Prompt
 from hpc_rl.rl.rollout.engine import Completion, Request, Sampling, Span
-from hpc_rl.rl.rollout.request_queue import Asked
+from hpc_rl.rl.rollout.request_queue import QueuedResponses
 from hpc_rl.rl.rollout.respondent import Samplings
 
 
@@ -28,13 +28,13 @@ class Scripted:
         self._tokenizer = tokenizer
         self._numbers = count()
         self._random = random.Random(seed)
-        self._open: list[tuple[Asked, Request, Prompt, int]] = []
+        self._open: list[tuple[QueuedResponses, Request, Prompt, int]] = []
         self.asked: list[tuple[Prompt, list[tuple[int, Sampling]], int, int | None]] = []
         self.holds = threading.Event()
 
-    def ask(self, prompt: Prompt, draws: Samplings, wave: int = 0, after: int | None = None) -> Asked:
+    def ask(self, prompt: Prompt, draws: Samplings, wave: int = 0, after: int | None = None) -> QueuedResponses:
         self.asked.append((prompt, list(draws), wave, after))
-        asked = Asked([Request(next(self._numbers), prompt.token_ids, *draw) for draw in draws])
+        asked = QueuedResponses([Request(next(self._numbers), prompt.token_ids, *draw) for draw in draws])
         engine = self._random.randrange(100) if after is None else after
         self._open += [(asked, request, prompt, engine) for request in asked.requests]
         return asked

@@ -19,14 +19,14 @@ from hpc_rl.algorithms.estimators import ESTIMATORS
 from hpc_rl.algorithms.kl import KL_ESTIMATORS
 from hpc_rl.config.rl.ppo import PpoConfig
 from hpc_rl.rl.actors.calls import Pending
-from hpc_rl.rl.carriers.base import dealt_shards
+from hpc_rl.rl.carriers.base import shards_of
 from hpc_rl.rl.loop import experience as columns
 from hpc_rl.rl.loop import trainer
-from hpc_rl.rl.loop.dealing import Shard
+from hpc_rl.rl.loop.assignment import Shard
 from hpc_rl.rl.loop.metrics import experience_metrics, has_signal, perf_metrics
 from hpc_rl.rl.rollout.engine import Completion
 from hpc_rl.rl.workers.group import WorkerGroup
-from hpc_rl.rl.workers.held import hold
+from hpc_rl.rl.workers.packed_shard import pack_shard
 from hpc_rl.training.models.causal_lm import Flops
 from tests.rl.ppo_config import ppo_config
 
@@ -81,13 +81,13 @@ def experience_of(masks: Masks, seed: int, config: PpoConfig, removed: bool) -> 
 
 
 def group_of(experience: TensorDict, micro_tokens: int, ranks: int = 1) -> tuple[WorkerGroup, list[Shard]]:
-    """A group without processes that has dealt the responses, and what each rank receives."""
+    """A group without processes that has assigned the responses, and what each rank receives."""
     group = WorkerGroup.__new__(WorkerGroup)
     group._workers, group._sequence_parallel = [None] * ranks, 1
     group.row_tokens, group.longest_row = micro_tokens, 0
-    deal = group._deal(experience, None)
-    group._held = (deal, columns.lengths(experience))
-    return group, dealt_shards(experience, deal)
+    assignment = group._assign(experience, None)
+    group._held = (assignment, columns.lengths(experience))
+    return group, shards_of(experience, assignment)
 
 
 def same(first: torch.Tensor, second: torch.Tensor) -> None:
@@ -136,7 +136,7 @@ def test_a_step_is_as_if_the_observations_were_not_there(overrides: list[str], m
 @given(masks, st.integers(0, 2**32))
 def test_sampled_tokens_are_the_targets_and_all_tokens_are_context(masks: Masks, seed: int) -> None:
     _, (shard,) = group_of(experience_of(masks, seed, config_of(*MEASURED), removed=False), micro_tokens=24)
-    held = hold(shard, torch.device("cpu"))
+    held = pack_shard(shard, torch.device("cpu"))
     completions = completions_of(masks, seed, removed=False)
     rows: list[NDArray[np.int32]] = []
     for micro in held.micro_batches():

@@ -15,8 +15,8 @@ from hpc_rl.config.compose import compose
 from hpc_rl.config.rl.ppo import PpoConfig
 from hpc_rl.config.training.finetune import FinetuneConfig
 from hpc_rl.config.training.preferences import DpoConfig
-from hpc_rl.rl.loop.dealing import Shard
-from hpc_rl.rl.workers.held import Held, hold
+from hpc_rl.rl.loop.assignment import Shard
+from hpc_rl.rl.workers.packed_shard import PackedShard, pack_shard
 from hpc_rl.rl.workers.worker import MODELS
 from hpc_rl.training.parallel.distributed import World
 from tests.simulated_gpu.gpu import Gpu, simulated_gpus
@@ -149,7 +149,7 @@ def rl_step(job: Job) -> dict[str, Phase]:
             if role in MODELS:
                 parts[role] = MODELS[role](config, world)
                 phases.end(f"load {role}")
-        held = hold(shard_of(job), world.device)
+        held = pack_shard(shard_of(job), world.device)
         phases.end("hold")
         for name, compute in _computations(parts, held, shard_of(job)):
             compute()
@@ -182,12 +182,12 @@ class _Phases:
         gpu.reset()
 
 
-def _computations(parts: dict[str, Any], held: Held, shard: Shard) -> Iterator[tuple[str, Callable[[], Any]]]:
-    from hpc_rl.rl.workers.logprobs import held_logprobs
+def _computations(parts: dict[str, Any], held: PackedShard, shard: Shard) -> Iterator[tuple[str, Callable[[], Any]]]:
+    from hpc_rl.rl.workers.logprobs import shard_logprobs
 
     def logprobs() -> Any:
         with parts["actor"].offload.computing():
-            return held_logprobs(parts["actor"].model, held, 1.0)
+            return shard_logprobs(parts["actor"].model, held, 1.0)
 
     yield "logprobs", logprobs
     if "ref" in parts:

@@ -10,8 +10,8 @@ from torch.utils._pytree import tree_leaves
 
 from hpc_rl.config.rl.ppo import PpoConfig
 from hpc_rl.rl.workers.critic import Critic
-from hpc_rl.rl.workers.held import hold
-from hpc_rl.rl.workers.reference import Reference
+from hpc_rl.rl.workers.logprobs import load_reference
+from hpc_rl.rl.workers.packed_shard import pack_shard
 from hpc_rl.training.models.lm_head import CHUNK_BYTES, cross_entropy_sum, token_logprobs
 from tests.rl.ppo_config import ppo_config
 from tests.simulated_gpu.gpu import simulated_gpus
@@ -68,8 +68,8 @@ def _head_types() -> dict[str, set[torch.dtype]]:
             seen.update({module.weight.dtype, inputs[0].dtype, output.dtype})
 
         critic.model.hf.score.register_forward_hook(record)
-        critic.values(hold(shard_of(job), job.world().device))
-        reference = Reference(config, job.world())
+        critic.values(pack_shard(shard_of(job), job.world().device))
+        reference = load_reference(config, job.world())
         held = {parameter.dtype for parameter in reference._model.parameters()}
         return {"head": seen, "reference": held}
 

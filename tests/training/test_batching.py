@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hpc_rl.errors import UserError
-from hpc_rl.training.batching import deal, pack, plan_batch
+from hpc_rl.training.batching import assign_bins, pack, plan_batch
 
 LENGTHS = st.lists(st.integers(1, 64), min_size=1, max_size=60)
 
@@ -76,8 +76,8 @@ def test_the_fullest_bin_is_within_grahams_bound_of_the_best(lengths: list[int],
 
 
 @given(st.lists(st.integers(1, 64), min_size=1, max_size=40), st.integers(1, 6))
-def test_a_round_deals_neighbours_in_size(lengths: list[int], ranks: int) -> None:
-    plan = deal([[sample] for sample in range(len(lengths))], lengths, ranks)
+def test_a_round_assigns_neighbours_in_size(lengths: list[int], ranks: int) -> None:
+    plan = assign_bins([[sample] for sample in range(len(lengths))], lengths, ranks)
     rounds = [[load(rank[number], lengths) for rank in plan] for number in range(len(plan[0]))]
     assert len(rounds) == -(-len(lengths) // ranks)
     for earlier, later in pairwise(rounds):
@@ -95,8 +95,8 @@ def test_a_round_deals_neighbours_in_size(lengths: list[int], ranks: int) -> Non
     ],
     ids=["rounds alternate", "fullest first", "ties by index, empty bins last", "more ranks than bins", "one rank"],
 )
-def test_dealing(loads: list[int], ranks: int, plan: list[list[list[int]]]) -> None:
-    assert deal([[sample] for sample in range(len(loads))], loads, ranks) == plan
+def test_assigned_bins(loads: list[int], ranks: int, plan: list[list[list[int]]]) -> None:
+    assert assign_bins([[sample] for sample in range(len(loads))], loads, ranks) == plan
 
 
 def test_packing_fills_the_budget() -> None:

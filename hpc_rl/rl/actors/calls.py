@@ -8,7 +8,7 @@ from a value that is already known:
     total.wait(timeout_s=60)      # waits once; further calls return the same result
 
 All failures of Ray are translated here: a `UserError` that an actor raised is raised unchanged, and an actor that died
-or did not answer becomes a `RunError` that names it, and how it ended (`hpc_rl.rl.actors.fates`).
+or did not answer becomes a `RunError` that names it, and how it ended (`hpc_rl.rl.actors.deaths`).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from ray.exceptions import RayActorError, RayError, RayTaskError
 
 from hpc_rl.errors import RunError, UserError
 from hpc_rl.liveness.heartbeat import heart
-from hpc_rl.rl.actors.fates import Actor, died
+from hpc_rl.rl.actors.deaths import ActorLabel, died
 
 T = TypeVar("T")
 U = TypeVar("U")
@@ -47,7 +47,7 @@ class ActorCall:
 
     ref: Any
     """Ray's reference to the result."""
-    actor: Actor
+    actor: ActorLabel
 
 
 class Pending(Generic[T]):
@@ -203,7 +203,7 @@ def _death_among(calls: Sequence[ActorCall]) -> RunError | None:
     return None if found is None else died(*found)
 
 
-def _dead_among(calls: Sequence[ActorCall]) -> tuple[Actor, RayActorError] | None:
+def _dead_among(calls: Sequence[ActorCall]) -> tuple[ActorLabel, RayActorError] | None:
     by_ref = {call.ref: call for call in calls}
     deadline = time.monotonic() + _DEATH_NOTICE_S
     left = list(by_ref)

@@ -21,7 +21,7 @@ from hpc_rl.config.rl.generate import GenerateConfig
 from hpc_rl.config.rl.ppo import PpoConfig
 from hpc_rl.errors import UserError
 from hpc_rl.formats.counted import counted
-from hpc_rl.rl.actors.fates import Actor, died
+from hpc_rl.rl.actors.deaths import ActorLabel, died
 from hpc_rl.rl.actors.pools import release_pools
 from hpc_rl.run_dir import RunDir
 from hpc_rl.software.environment import tokenizer_defaults
@@ -64,7 +64,7 @@ DriverConfig = PpoConfig | GenerateConfig
 """Configurations of the jobs that have a driver."""
 
 
-class Runner(Protocol):
+class DriverProgram(Protocol):
     """The driver's class, as `run_driver` uses it."""
 
     def run(self, config: Any, run: RunDir, logs: Path) -> int:
@@ -72,7 +72,7 @@ class Runner(Protocol):
         ...
 
 
-def run_driver(config: DriverConfig, runner_class: type[Runner], run: RunDir, logs: Path) -> int:
+def run_driver(config: DriverConfig, runner_class: type[DriverProgram], run: RunDir, logs: Path) -> int:
     """Run the driver in an actor, so that it is inside the cluster, and print its output. Return its exit code.
 
     Args:
@@ -98,7 +98,7 @@ def run_driver(config: DriverConfig, runner_class: type[Runner], run: RunDir, lo
 
 
 def _start_driver(
-    config: DriverConfig, runner_class: type[Runner], run: RunDir, logs: Path, started_here: bool
+    config: DriverConfig, runner_class: type[DriverProgram], run: RunDir, logs: Path, started_here: bool
 ) -> tuple[Any, Any]:
     """Start the driver's actor on this node; return it and the reference to its exit code."""
     here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
@@ -259,5 +259,5 @@ def _follow(ref: Any, log: Path) -> int:
             raise error.cause from None
         raise
     except ray.exceptions.RayActorError as error:
-        raise died(Actor("the driver", "driver", log), error) from error
+        raise died(ActorLabel("the driver", "driver", log), error) from error
     return code

@@ -30,7 +30,7 @@ from hpc_rl.system.accelerators import ACCELERATORS, ray_resource
 
 
 @dataclass(frozen=True)
-class Node:
+class ClusterNode:
     """The resources of one node of the cluster."""
 
     id: str
@@ -46,7 +46,7 @@ class Slot:
     """One GPU of a pool, or one CPU with trainer.device=cpu."""
 
     rank: int
-    node: Node
+    node: ClusterNode
     group: PlacementGroup
     bundle: int
 
@@ -124,13 +124,13 @@ def release_pools(owner: str) -> None:
             remove_placement_group(get_placement_group(entry["name"]))
 
 
-def cluster_nodes() -> list[Node]:
+def cluster_nodes() -> list[ClusterNode]:
     """Return the live nodes of the connected cluster, in the order of their addresses."""
     nodes = [_node(info) for info in ray.nodes() if info["Alive"]]
     return sorted(nodes, key=lambda node: node.address)
 
 
-def check_supply(spec: Mapping[str, Sequence[int]], nodes: Sequence[Node], device: str, spread: bool) -> None:
+def check_supply(spec: Mapping[str, Sequence[int]], nodes: Sequence[ClusterNode], device: str, spread: bool) -> None:
     """Check that the cluster can hold all entries of all pools at once.
 
     Entries are placed largest first, each on the node with the most free slots.
@@ -154,9 +154,9 @@ def check_supply(spec: Mapping[str, Sequence[int]], nodes: Sequence[Node], devic
         left[roomiest] -= n
 
 
-def _node(info: dict[str, Any]) -> Node:
+def _node(info: dict[str, Any]) -> ClusterNode:
     resources = info["Resources"]
-    return Node(
+    return ClusterNode(
         id=info["NodeID"],
         name=info["NodeManagerHostname"],
         address=int(ipaddress.ip_address(info["NodeManagerAddress"])),
@@ -165,7 +165,7 @@ def _node(info: dict[str, Any]) -> Node:
     )
 
 
-def _slots(groups: Sequence[PlacementGroup], nodes: Mapping[str, Node]) -> list[Slot]:
+def _slots(groups: Sequence[PlacementGroup], nodes: Mapping[str, ClusterNode]) -> list[Slot]:
     found = []
     for number, group in enumerate(groups):
         places = placement_group_table(group)["bundles_to_node_id"]
@@ -182,7 +182,7 @@ def _entries(sizes: Sequence[int], device: str) -> str:
     return f"{' + '.join(map(str, sizes))} {unit}s, each on one node"
 
 
-def _inventory(nodes: Sequence[Node], device: str) -> str:
+def _inventory(nodes: Sequence[ClusterNode], device: str) -> str:
     """Return the resources of all nodes. CPUs are included because each GPU of a pool needs one."""
     texts = [counted(node.cpus, "CPU") for node in nodes]
     if device != "cpu":

@@ -1,8 +1,8 @@
 """What a carrier does: it brings a step's responses and token columns from the driver to the ranks, and columns back.
 
-The driver deals (rl/loop/dealing.py) and calls the ranks; a carrier decides what the calls contain. Arguments are
-parcels, which a rank opens. What a rank computes goes into a reply, whose result is what the driver receives. All
-carriers bring the same bytes.
+The driver assigns responses to the ranks (rl/loop/assignment.py) and calls them; a carrier decides what the calls
+contain. Arguments are parcels, which a rank opens. What a rank computes goes into a column sink, whose result is what
+the driver receives. All carriers bring the same bytes.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from tensordict import TensorDict
 
 from hpc_rl.rl.actors.calls import ActorCall
 from hpc_rl.rl.loop import experience as columns
-from hpc_rl.rl.loop.dealing import Deal, Rows, Shard, dealt_rows
+from hpc_rl.rl.loop.assignment import Assignment, Shard, ShardParcel, shard_parcels
 
 T_co = TypeVar("T_co", covariant=True)
 FlatColumns = dict[str, NDArray[np.float32]]
@@ -33,7 +33,7 @@ class Parcel(Protocol[T_co]):
         """Return the content, on the rank."""
 
 
-class Reply(Protocol):
+class ColumnSink(Protocol):
     """Where a rank puts a column that it has computed."""
 
     def send(self, column_N: NDArray[np.float32]) -> NDArray[np.float32] | None:
@@ -41,7 +41,7 @@ class Reply(Protocol):
 
 
 @dataclass(frozen=True)
-class Kept:
+class ColumnHandle:
     """A token column that the ranks computed and the driver does not have; it stands for the column in a step's
     experience."""
 
@@ -56,7 +56,7 @@ class Kept:
         )
 
 
-class AtOnce(Reply):
+class DirectSink(ColumnSink):
     """The call returns the column."""
 
     def send(self, column_N: NDArray[np.float32]) -> NDArray[np.float32] | None:
@@ -73,15 +73,17 @@ class Carrier(ABC):
         return ()
 
     @abstractmethod
-    def shards(self, experience: TensorDict, deal: Deal) -> list[Parcel[Shard]]:
+    def shards(self, experience: TensorDict, assignment: Assignment) -> list[Parcel[Shard]]:
         """Return each rank's responses."""
 
     @abstractmethod
-    def columns(self, deal: Deal, token_columns: Mapping[str, torch.Tensor | Kept]) -> list[Parcel[FlatColumns]]:
+    def columns(
+        self, assignment: Assignment, token_columns: Mapping[str, torch.Tensor | ColumnHandle]
+    ) -> list[Parcel[FlatColumns]]:
         """Return each rank's part of token columns."""
 
     @abstractmethod
-    def kept(self, deal: Deal, lengths_B: torch.Tensor) -> tuple[list[Reply], Kept] | None:
+    def kept(self, assignment: Assignment, lengths_B: torch.Tensor) -> tuple[list[ColumnSink], ColumnHandle] | None:
         """Return where each rank puts a column that the driver does not need, and what stands for this column.
 
         Args:
@@ -98,18 +100,18 @@ class Carrier(ABC):
         """End the processes of the carrier. A second call does nothing."""
 
 
-def rows_by_rank(experience: TensorDict, deal: Deal) -> list[Rows]:
+def parcels_by_rank(experience: TensorDict, assignment: Assignment) -> list[ShardParcel]:
     """Return each rank's responses of a step."""
-    return dealt_rows(deal, *(columns.rows_of(experience[name]) for name in row_names(experience)))
+    return shard_parcels(assignment, *(columns.rows_of(experience[name]) for name in row_names(experience)))
 
 
-def dealt_shards(experience: TensorDict, deal: Deal) -> list[Shard]:
+def shards_of(experience: TensorDict, assignment: Assignment) -> list[Shard]:
     """Return each rank's responses of a step, put together."""
-    return [rows.open() for rows in rows_by_rank(experience, deal)]
+    return [rows.open() for rows in parcels_by_rank(experience, assignment)]
 
 
 def row_names(experience: TensorDict) -> list[str]:
-    """Return the columns with whole responses that a step has, in the order of the arguments of `dealt_rows`."""
+    """Return the columns with whole responses that a step has, in the order of the arguments of `shard_parcels`."""
     return [name for name in ("prompt_ids", "response_ids", "response_mask") if name in experience]
 
 

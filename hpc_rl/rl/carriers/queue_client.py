@@ -29,7 +29,7 @@ from tensordict import TensorDict
 
 from hpc_rl.errors import RunError, UserError
 from hpc_rl.rl.actors.calls import ActorCall, Pending
-from hpc_rl.rl.actors.fates import Actor
+from hpc_rl.rl.actors.deaths import ActorLabel
 from hpc_rl.rl.loop import experience as columns
 from hpc_rl.software.transfer_queue import PACKAGE, problem
 
@@ -96,7 +96,7 @@ class Server:
         self.connection = Connection(key, addresses[0], {str(i): address for i, address in enumerate(addresses[1:])})
         names = ["controller", *(f"storage unit at {address.ip}" for address in addresses[1:])]
         self.watched = [
-            ActorCall(actor.__ray_call__.remote(_never_return), Actor(f"{PACKAGE}'s {name}", "carrier"))
+            ActorCall(actor.__ray_call__.remote(_never_return), ActorLabel(f"{PACKAGE}'s {name}", "carrier"))
             for actor, name in zip(self._actors, names, strict=True)
         ]
         """Calls that end only if a process dies. The package answers in other threads."""

@@ -11,8 +11,8 @@ import torch
 from numpy.typing import NDArray
 from tensordict import TensorDict
 
-from hpc_rl.rl.carriers.base import Carrier, FlatColumns, Kept, Parcel, Reply, rows_by_rank
-from hpc_rl.rl.loop.dealing import Deal, Shard
+from hpc_rl.rl.carriers.base import Carrier, ColumnHandle, ColumnSink, FlatColumns, Parcel, parcels_by_rank
+from hpc_rl.rl.loop.assignment import Assignment, Shard
 
 
 @dataclass(frozen=True)
@@ -31,19 +31,21 @@ class EnclosedColumns:
 class RayCarrier(Carrier):
     """Sends everything from the driver, and all columns to it."""
 
-    def shards(self, experience: TensorDict, deal: Deal) -> list[Parcel[Shard]]:
+    def shards(self, experience: TensorDict, assignment: Assignment) -> list[Parcel[Shard]]:
         """Return parcels with the responses."""
-        return [*rows_by_rank(experience, deal)]
+        return [*parcels_by_rank(experience, assignment)]
 
-    def columns(self, deal: Deal, token_columns: Mapping[str, torch.Tensor | Kept]) -> list[Parcel[FlatColumns]]:
+    def columns(
+        self, assignment: Assignment, token_columns: Mapping[str, torch.Tensor | ColumnHandle]
+    ) -> list[Parcel[FlatColumns]]:
         """Return parcels with the columns."""
         parts = {}
         for name, column in token_columns.items():
             assert isinstance(column, torch.Tensor)  # this carrier keeps none
-            parts[name] = deal.split(column.values().numpy())
-        ranks = range(len(deal.orders))
+            parts[name] = assignment.split(column.values().numpy())
+        ranks = range(len(assignment.orders))
         return [EnclosedColumns({name: part[rank] for name, part in parts.items()}) for rank in ranks]
 
-    def kept(self, deal: Deal, lengths_B: torch.Tensor) -> tuple[list[Reply], Kept] | None:
+    def kept(self, assignment: Assignment, lengths_B: torch.Tensor) -> tuple[list[ColumnSink], ColumnHandle] | None:
         """Return None: this carrier keeps no column."""
         return None

@@ -16,9 +16,9 @@ from numpy.typing import NDArray
 from tensordict import TensorDict
 
 from hpc_rl.rl.actors.calls import ActorCall
-from hpc_rl.rl.carriers.base import Carrier, FlatColumns, Kept, Parcel, Reply, row_lengths, row_names
+from hpc_rl.rl.carriers.base import Carrier, ColumnHandle, ColumnSink, FlatColumns, Parcel, row_lengths, row_names
 from hpc_rl.rl.carriers.queue_client import Client, Connection, Server, client_of
-from hpc_rl.rl.loop.dealing import Deal, Rows, Shard
+from hpc_rl.rl.loop.assignment import Assignment, Shard, ShardParcel
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class StoredShard:
     def open(self) -> Shard:
         """Fetch the rows and put them together."""
         rows = client_of(self.connection).get(self.partition, self.order, self.names)
-        return Rows(self.mini_batches, *(rows[name] for name in self.names)).open()
+        return ShardParcel(self.mini_batches, *(rows[name] for name in self.names)).open()
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ class StoredColumns:
 
 
 @dataclass(frozen=True)
-class StoredReply:
+class StorageSink:
     """Where one rank puts a column for the other ranks."""
 
     connection: Connection
@@ -71,7 +71,7 @@ class StoredReply:
         client.put(self.partition, self.order, {self.field: self.lengths}, {self.field: column_N})
 
 
-class Dropped(Reply):
+class NullSink(ColumnSink):
     """A column that another rank of the sequence group sends."""
 
     def send(self, column_N: NDArray[np.float32]) -> None:
@@ -92,7 +92,7 @@ class TransferQueueCarrier(Carrier):
         self._fields = 0
         self._has_rows = False
 
-    def shards(self, experience: TensorDict, deal: Deal) -> list[Parcel[Shard]]:
+    def shards(self, experience: TensorDict, assignment: Assignment) -> list[Parcel[Shard]]:
         """See Carrier. The first call of a step puts the rows."""
         names = row_names(experience)
         if not self._has_rows:
@@ -102,30 +102,32 @@ class TransferQueueCarrier(Carrier):
             self._has_rows = True
         return [
             StoredShard(self._server.connection, self._partition, names, order, sizes)
-            for order, sizes in zip(deal.orders, deal.sizes, strict=True)
+            for order, sizes in zip(assignment.orders, assignment.sizes, strict=True)
         ]
 
-    def columns(self, deal: Deal, token_columns: Mapping[str, torch.Tensor | Kept]) -> list[Parcel[FlatColumns]]:
+    def columns(
+        self, assignment: Assignment, token_columns: Mapping[str, torch.Tensor | ColumnHandle]
+    ) -> list[Parcel[FlatColumns]]:
         """See Carrier. Columns that the ranks have put stay where they are."""
         fields, lengths, new = {}, {}, {}
         for name, column in token_columns.items():
-            if isinstance(column, Kept):
+            if isinstance(column, ColumnHandle):
                 fields[name] = column.field
                 continue
             fields[name] = self._new_field(name)
             lengths[fields[name]] = column.offsets().diff().numpy()
             new[fields[name]] = column.values().numpy()
         if new:
-            self._client.put(self._partition, np.arange(deal.responses), lengths, new)
-        return [StoredColumns(self._server.connection, self._partition, fields, order) for order in deal.orders]
+            self._client.put(self._partition, np.arange(assignment.responses), lengths, new)
+        return [StoredColumns(self._server.connection, self._partition, fields, order) for order in assignment.orders]
 
-    def kept(self, deal: Deal, lengths_B: torch.Tensor) -> tuple[list[Reply], Kept] | None:
+    def kept(self, assignment: Assignment, lengths_B: torch.Tensor) -> tuple[list[ColumnSink], ColumnHandle] | None:
         field, lengths = self._new_field("kept"), lengths_B.numpy()
-        replies: list[Reply] = []
-        for rank, order in enumerate(deal.orders):
-            stored = StoredReply(self._server.connection, self._partition, field, order, lengths[order])
-            replies.append(Dropped() if rank % deal.sequence_parallel else stored)
-        return replies, Kept(field)
+        sinks: list[ColumnSink] = []
+        for rank, order in enumerate(assignment.orders):
+            stored = StorageSink(self._server.connection, self._partition, field, order, lengths[order])
+            sinks.append(NullSink() if rank % assignment.sequence_parallel else stored)
+        return sinks, ColumnHandle(field)
 
     def clear(self) -> None:
         if self._fields or self._has_rows:

@@ -71,7 +71,7 @@ class Conversations(Respondent):
         self._turns.advance(timeout_s)
 
     def pause(self) -> None:
-        """See Respondent. Environments may go on with what they do."""
+        """Wait until no engine generates. Environments may go on with what they do."""
         self._queue.pause()
 
     def _start(self) -> None:

@@ -26,8 +26,8 @@ from hpc_rl.environments.requests import Finish, Offered, Request, Start, Wanted
 from hpc_rl.errors import RunError, UserError
 from hpc_rl.rl.actors import process
 from hpc_rl.rl.actors.calls import ActorCall, Pending
-from hpc_rl.rl.actors.fates import Actor
-from hpc_rl.rl.actors.pools import Node, cluster_nodes
+from hpc_rl.rl.actors.deaths import ActorLabel
+from hpc_rl.rl.actors.pools import ClusterNode, cluster_nodes
 from hpc_rl.rl.converse.loop_thread import LoopThread
 
 if TYPE_CHECKING:
@@ -59,7 +59,7 @@ def open_environments(config: DriverConfig, logs: Path) -> Environments:
     return EnvironmentFleet(wanted, own.workers, own.timeout_s, nodes_of_job(config.trainer.nnodes), logs)
 
 
-def nodes_of_job(count: int) -> list[Node]:
+def nodes_of_job(count: int) -> list[ClusterNode]:
     """Return the driver's node and others of its cluster, at most as many as the job has."""
     own = ray.get_runtime_context().get_node_id()
     return sorted(cluster_nodes(), key=lambda node: node.id != own)[:count]
@@ -115,7 +115,9 @@ class EnvironmentFleet(Environments):
         RunError: an actor died, or a process ended or took too long, while it loaded them.
     """
 
-    def __init__(self, wanted: Wanted, workers: int, timeout_s: float, nodes: Sequence[Node], logs: Path) -> None:
+    def __init__(
+        self, wanted: Wanted, workers: int, timeout_s: float, nodes: Sequence[ClusterNode], logs: Path
+    ) -> None:
         super().__init__()
         self.workers = workers * len(nodes)
         self._closed = False
@@ -222,11 +224,13 @@ class _LostError(Exception):
 class _Host:
     """The actor of a node, as the driver sees it."""
 
-    def __init__(self, node: Node, logs: Path) -> None:
+    def __init__(self, node: ClusterNode, logs: Path) -> None:
         here = NodeAffinitySchedulingStrategy(node.id, soft=False)
         options = {"num_cpus": 0, "max_concurrency": MOST_CALLS, "scheduling_strategy": here}
         self._actor = ray.remote(EnvironmentHost).options(**options).remote(node.name, logs)
-        self._described = Actor(f"the environments on node {node.name}", "environment", logs / "node*-environments.log")
+        self._described = ActorLabel(
+            f"the environments on node {node.name}", "environment", logs / "node*-environments.log"
+        )
         self.node, self.name = node.name, self._described.name
         self.load = 0
         """Conversations that are not finished."""

@@ -21,7 +21,7 @@ from hpc_rl.data.prompts import Prompt
 from hpc_rl.liveness.heartbeat import heart
 from hpc_rl.rl.converse.loop_thread import LoopThread
 from hpc_rl.rl.rollout.engine import Completion
-from hpc_rl.rl.rollout.request_queue import Asked, RequestQueue
+from hpc_rl.rl.rollout.request_queue import QueuedResponses, RequestQueue
 from hpc_rl.rl.rollout.respondent import Samplings
 
 Turn = tuple[Completion, int]
@@ -36,7 +36,7 @@ class TurnRequests:
         self._inbox: SimpleQueue[Callable[[], object]] = SimpleQueue()
         self._news = threading.Event()
         """Something is in the inbox."""
-        self._generating: dict[int, tuple[Asked, asyncio.Future[Turn]]] = {}
+        self._generating: dict[int, tuple[QueuedResponses, asyncio.Future[Turn]]] = {}
         """Who awaits the turn, by the number of its request."""
 
     def request(

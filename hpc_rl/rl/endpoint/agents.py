@@ -97,7 +97,7 @@ class Agents(Respondent):
         self._turns.advance(timeout_s)
 
     def pause(self) -> None:
-        """See Respondent. Agents may go on with what they do."""
+        """Wait until no engine generates. Agents may go on with what they do."""
         self._queue.pause()
 
     def close(self) -> None:

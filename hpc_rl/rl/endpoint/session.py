@@ -58,7 +58,7 @@ class Session(Partner):
         return self.transcript.turns < self.requested_turns
 
     def draw(self) -> tuple[int, Sampling]:
-        """See Partner. A session that ends without a turn is a response without a score, and a response has a token."""
+        """Return seed and sampling of the next turn. Of a session that has ended without one, this is one token."""
         seed, sampling = super().draw()
         most = sampling.max_new_tokens
         if self.outcome is not None:

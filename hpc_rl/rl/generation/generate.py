@@ -16,7 +16,7 @@ from hpc_rl.errors import EXIT_STOPPED, RunError
 from hpc_rl.liveness.heartbeat import heart
 from hpc_rl.rewards.scorer import Scores
 from hpc_rl.rl.generation.measures import REWARD_ERRORS, as_metrics, combined, measure
-from hpc_rl.rl.generation.plan import Block, Plan, seeds_of
+from hpc_rl.rl.generation.plan import Block, GenerationPlan, seeds_of
 from hpc_rl.rl.generation.responses import Measures, Parts, response_rows
 from hpc_rl.rl.loop.scoring import Scoring, last_turns
 from hpc_rl.rl.rollout.engine import Completion, Sampling
@@ -59,7 +59,7 @@ class Generation:
 
     config: GenerateConfig
     tokenizer: PreTrainedTokenizerBase
-    plan: Plan
+    plan: GenerationPlan
     blocks: list[Block]
     """Those that are not finished."""
     parts: Parts
@@ -142,13 +142,13 @@ def _finish_blocks(state: Generation, finisher: ThreadPoolExecutor) -> bool:
 
 def _request(state: Generation, block: Block) -> tuple[Block, list[Responses]]:
     """Request the responses of a block. Earlier blocks go first."""
-    block = replace(block, asked=list(block.asked))  # so that rows are read once
+    block = replace(block, prompts=list(block.prompts))  # so that rows are read once
     n, seeds = state.plan.n, seeds_of(block, state.plan)
     return block, [
         state.respondent.ask(
             one.prompt, [(seed, state.sampling) for seed in seeds[index * n : (index + 1) * n]], block.number
         )
-        for index, one in enumerate(block.asked)
+        for index, one in enumerate(block.prompts)
     ]
 
 
@@ -168,7 +168,7 @@ def _finisher(state: Generation) -> Iterator[ThreadPoolExecutor]:
 
 def finish_block(state: Generation, block: Block, completions: list[Completion]) -> BlockResult:
     """Score the responses of a block and write them. This runs in a thread beside the loop."""
-    prompts = [asked.prompt for asked in block.asked for _ in range(state.plan.n)]
+    prompts = [asked.prompt for asked in block.prompts for _ in range(state.plan.n)]
     texts = last_turns(state.tokenizer, completions)
     scores = None if state.scoring is None else state.scoring.start(prompts, completions, texts).wait()
     config = state.config

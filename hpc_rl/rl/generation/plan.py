@@ -22,7 +22,7 @@ _OF_SPEED = {"workers", "timeout_s"}
 
 
 @dataclass(frozen=True)
-class Source:
+class PromptFile:
     """The prompts of one data file."""
 
     name: str
@@ -31,7 +31,7 @@ class Source:
 
 
 @dataclass(frozen=True)
-class Asked:
+class PlacedPrompt:
     """A prompt with its place in the data."""
 
     source: str
@@ -42,20 +42,20 @@ class Asked:
     prompt: Prompt
 
 
-class Placed(LazyRows[Asked]):
+class PlacedPrompts(LazyRows[PlacedPrompt]):
     """The prompts of all sources, each with its place."""
 
-    def __init__(self, sources: Sequence[Source]) -> None:
+    def __init__(self, sources: Sequence[PromptFile]) -> None:
         self._sources = sources
         self._ends = list(accumulate(len(source.prompts) for source in sources))
 
     def __len__(self) -> int:
         return self._ends[-1]
 
-    def row(self, index: int) -> Asked:
+    def row(self, index: int) -> PlacedPrompt:
         number = bisect_right(self._ends, index)
         source, place = self._sources[number], index - self._ends[number] + len(self._sources[number].prompts)
-        return Asked(source.name, place, index, source.prompts[place])
+        return PlacedPrompt(source.name, place, index, source.prompts[place])
 
 
 @dataclass(frozen=True)
@@ -63,11 +63,11 @@ class Block:
     """Neighbouring prompts whose responses are generated, scored and written together. Prompts are read when needed."""
 
     number: int
-    asked: Sequence[Asked]
+    prompts: Sequence[PlacedPrompt]
 
 
 @dataclass(frozen=True)
-class Plan:
+class GenerationPlan:
     """Everything on which the responses depend. Finished blocks are used again only if it is the same."""
 
     model: str
@@ -95,7 +95,7 @@ class Plan:
         return found
 
 
-def make_plan(config: GenerateConfig, sources: Sequence[Source], engine: str) -> Plan:
+def make_plan(config: GenerateConfig, sources: Sequence[PromptFile], engine: str) -> GenerationPlan:
     """Return the plan of a run. A block has about rollout.max_num_seqs responses."""
     digest = hashlib.blake2b(digest_size=16)
     for source in sources:
@@ -103,7 +103,7 @@ def make_plan(config: GenerateConfig, sources: Sequence[Source], engine: str) ->
             digest.update(prompt.token_ids.tobytes() + b"|" + json.dumps(prompt.row, default=str).encode() + b"|")
     environment, rollout = config.environment, config.rollout
     reward = config.reward.model_dump(mode="json", exclude=_OF_SPEED)
-    return Plan(
+    return GenerationPlan(
         model=config.model.path,
         model_files=folder_state(Path(config.model.path)),
         prompts=sum(len(source.prompts) for source in sources),
@@ -128,17 +128,17 @@ def make_plan(config: GenerateConfig, sources: Sequence[Source], engine: str) ->
     )
 
 
-def blocks_of(plan: Plan, sources: Sequence[Source]) -> list[Block]:
+def blocks_of(plan: GenerationPlan, sources: Sequence[PromptFile]) -> list[Block]:
     """Return all blocks, in the order of the data."""
-    placed = Placed(sources)
+    placed = PlacedPrompts(sources)
     edges = [*range(0, plan.prompts, plan.block_prompts), plan.prompts]
     return [Block(number, Subsequence(placed, start, end)) for number, (start, end) in enumerate(pairwise(edges))]
 
 
-def seeds_of(block: Block, plan: Plan) -> list[int]:
+def seeds_of(block: Block, plan: GenerationPlan) -> list[int]:
     """Return the seed of each response of a block: it depends on the prompt's position, and not on the block."""
     return [
         seed
-        for asked in block.asked
+        for asked in block.prompts
         for seed in np.random.default_rng([plan.seed, asked.position]).integers(2**62, size=plan.n).tolist()
     ]

@@ -21,7 +21,7 @@ from hpc_rl.data.reading.rows import to_prompt
 from hpc_rl.errors import UserError
 from hpc_rl.rewards.scorer import Scores
 from hpc_rl.rl.converse.transcripts import Conversed
-from hpc_rl.rl.generation.plan import Asked, Block, Plan
+from hpc_rl.rl.generation.plan import Block, GenerationPlan, PlacedPrompt
 from hpc_rl.rl.loop.batches import score_or_none
 from hpc_rl.rl.rollout.engine import Completion
 from hpc_rl.run_dir import RunDir
@@ -58,11 +58,11 @@ def response_rows(
         scores: of the completions; None if there is no reward.
         logprobs: whether to write the log-probability of each token.
     """
-    n = len(completions) // len(block.asked)
+    n = len(completions) // len(block.prompts)
     values = [None] * len(completions) if scores is None else [score_or_none(value) for value in scores.values]
     return [
         {
-            **_prompt_columns(block.asked[number // n], data),
+            **_prompt_columns(block.prompts[number // n], data),
             "sample": number % n,
             "response": text,
             **_own_columns(completion, logprobs),
@@ -101,7 +101,7 @@ def _sum(logprobs: NDArray[np.float32]) -> float | None:
     return None if math.isnan(total) else round(total, 6)
 
 
-def _prompt_columns(asked: Asked, data: PromptConfig) -> Row:
+def _prompt_columns(asked: PlacedPrompt, data: PromptConfig) -> Row:
     """Return the columns of a row's prompt: those of the data, with fixed names for prompt and answer."""
     messages, answer = to_prompt(asked.prompt.row, data, "")
     own = asked.prompt.row[data.prompt_key]
@@ -120,7 +120,7 @@ class Parts:
         RunError: the run directory cannot be written.
     """
 
-    def __init__(self, run: RunDir, plan: Plan) -> None:
+    def __init__(self, run: RunDir, plan: GenerationPlan) -> None:
         self._run = run
         self._folder = run.response_parts
         self._plan = plan

@@ -22,7 +22,7 @@ from hpc_rl.rl.converse.environment import Environment
 from hpc_rl.rl.converse.environment_hosts import open_environments
 from hpc_rl.rl.generation.generate import Generation
 from hpc_rl.rl.generation.measures import combined
-from hpc_rl.rl.generation.plan import Plan, Source, blocks_of, make_plan
+from hpc_rl.rl.generation.plan import GenerationPlan, PromptFile, blocks_of, make_plan
 from hpc_rl.rl.generation.responses import COLUMNS, Parts
 from hpc_rl.rl.loop.prompt_data import PromptLoader
 from hpc_rl.rl.loop.rows import decide_rows
@@ -47,7 +47,7 @@ def load_sources(
     tools: Sequence[dict[str, Any]] | None,
     run: RunDir,
     stopping: Stopping,
-) -> list[Source]:
+) -> list[PromptFile]:
     """Load the prompts of each data file, and print their counts.
 
     Args:
@@ -71,7 +71,7 @@ def load_sources(
                 f"same name: {', '.join(replaced)}",
                 flush=True,
             )
-        sources.append(Source(name, kept))
+        sources.append(PromptFile(name, kept))
     return sources
 
 
@@ -116,8 +116,8 @@ class Prepared:
 
     tokenizer: PreTrainedTokenizerBase
     environment: Environment | None
-    sources: list[Source]
-    plan: Plan
+    sources: list[PromptFile]
+    plan: GenerationPlan
     parts: Parts
     stopping: Stopping
 

@@ -16,7 +16,7 @@ from hpc_rl.data.mixture import Mixture
 from hpc_rl.data.order import Position
 from hpc_rl.data.prompts import Prompt
 from hpc_rl.liveness.heartbeat import heart
-from hpc_rl.rl.loop.draws import Batch, Desk, Draws, prompt_order
+from hpc_rl.rl.loop.draws import Batch, Draws, prompt_order
 from hpc_rl.rl.loop.scoring import Scoring
 from hpc_rl.rl.loop.staleness import batches_ahead
 from hpc_rl.rl.rollout.request_queue import RequestQueue
@@ -57,7 +57,7 @@ class AsynchronousBatches:
         self._requests = engines
         self._queue = queue
         self._scoring = scoring
-        self._draws = Draws(Desk(config, train, queue, scoring, prompt_order(config, len(train), start, mixture)))
+        self._draws = Draws(config, train, queue, scoring, prompt_order(config, len(train), start, mixture))
         self.position = start
         self._trained = self._taken = step
         # The thread passes the turnstile before it takes the engines, so that it cannot take them again and again while
@@ -70,7 +70,7 @@ class AsynchronousBatches:
         self._thread: Future[None] | None = None
 
     def draw(self, step: int, stops: Callable[[], bool]) -> Batch | None:
-        """See BatchSource."""
+        """Wait for the batch of a step, which the thread generates; None if the run stops."""
         self._trained = step
         if self._thread is None:
             self._thread = self._pool.submit(self._generate)
@@ -95,17 +95,17 @@ class AsynchronousBatches:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """See BatchSource."""
+        """Keep the thread from the engines during the block."""
         with self._turnstile, self._engines:
             yield
 
     @property
     def rejected(self) -> int:
-        """See BatchSource."""
+        """Groups that dynamic sampling rejected for the latest batch."""
         return self._draws.rejected
 
     def close(self) -> None:
-        """See BatchSource."""
+        """End the thread."""
         self._closed.set()
         self._pool.shutdown()
 

@@ -12,7 +12,7 @@ from hpc_rl.data.mixture import Mixture
 from hpc_rl.data.order import Position
 from hpc_rl.data.prompts import Prompt
 from hpc_rl.rl.loop.computed import ComputedColumns
-from hpc_rl.rl.loop.draws import Batch, Desk, Draws, prompt_order, responses_of
+from hpc_rl.rl.loop.draws import Batch, Draws, prompt_order, responses_of
 from hpc_rl.rl.loop.scoring import Scoring, response_texts
 from hpc_rl.rl.rollout.respondent import TURN_S, Respondent
 from hpc_rl.tracking.samples import chosen_responses
@@ -82,12 +82,12 @@ class SynchronousBatches:
         self._n = config.rollout.n
         self._computed = computed
         self._may_take_long = config.agent.is_used
-        self._draws = Draws(Desk(config, train, queue, scoring, prompt_order(config, len(train), start, mixture)))
+        self._draws = Draws(config, train, queue, scoring, prompt_order(config, len(train), start, mixture))
         self.position = start
 
     def draw(self, step: int, stops: Callable[[], bool]) -> Batch | None:
-        """See BatchSource. `stops` is called before dynamic sampling draws further prompts, and all the time if agents
-        write the responses."""
+        """Generate and return the batch of a step; None if the run stops. `stops` is called before dynamic sampling
+        draws further prompts, and all the time if agents write the responses."""
         draws = self._draws
         while (found := draws.take()) is None:
             if draws.groups and (draws.lacks() or self._may_take_long) and stops():
@@ -106,12 +106,12 @@ class SynchronousBatches:
         return batch
 
     def paused(self) -> AbstractContextManager[None]:
-        """See BatchSource. Between two calls of `draw`, nothing is generated."""
+        """Return a block that does nothing: between two calls of `draw`, nothing is generated."""
         return nullcontext()
 
     @property
     def rejected(self) -> int:
-        """See BatchSource."""
+        """Groups that dynamic sampling rejected for the latest batch."""
         return self._draws.rejected
 
     def close(self) -> None:

@@ -14,7 +14,7 @@ import torch
 
 from hpc_rl.data.prompts import Prompt
 from hpc_rl.rl.actors.calls import Pending
-from hpc_rl.rl.loop.dealing import mini_batches
+from hpc_rl.rl.loop.assignment import mini_batches
 from hpc_rl.rl.loop.experience import joined, new_experience
 from hpc_rl.rl.rollout.engine import Completion
 from hpc_rl.rl.workers.group import WorkerGroup

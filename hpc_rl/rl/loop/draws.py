@@ -57,20 +57,8 @@ class Batch:
         return new_experience([prompt.token_ids for prompt in self.prompts], self.groups, self.completions)
 
 
-@dataclass(frozen=True)
-class Desk:
-    """Where the draws of a run get prompts, responses and scores."""
-
-    config: PpoConfig
-    train: Sequence[Prompt]
-    queue: Respondent
-    scoring: Scoring
-    order: Iterator[tuple[int, Position]]
-    """See prompt_order."""
-
-
 @dataclass
-class Group:
+class PromptGroup:
     """A prompt and the responses to it; for ReMax, the last one is greedy."""
 
     prompt: Prompt
@@ -84,16 +72,31 @@ class Group:
 
 
 class Draws:
-    """The prompts that were drawn and are in no batch yet."""
+    """The prompts that were drawn and are in no batch yet.
 
-    def __init__(self, desk: Desk) -> None:
-        self._desk = desk
-        self._filters = desk.config.algorithm.filter_groups
-        self._size = desk.config.data.train_batch_size
+    Args:
+        order: see `prompt_order`.
+    """
+
+    def __init__(
+        self,
+        config: PpoConfig,
+        train: Sequence[Prompt],
+        queue: Respondent,
+        scoring: Scoring,
+        order: Iterator[tuple[int, Position]],
+    ) -> None:
+        self._config = config
+        self._train = train
+        self._queue = queue
+        self._scoring = scoring
+        self._order = order
+        self._filters = config.algorithm.filter_groups
+        self._size = config.data.train_batch_size
         self._step = 0
-        self.groups: list[Group] = []
+        self.groups: list[PromptGroup] = []
         """In the order of the data."""
-        self._unscored: list[Group] = []
+        self._unscored: list[PromptGroup] = []
         """Those whose responses are not complete, or not being scored yet."""
         self._settled = 0
         """How many of the first groups are settled; see `settled`."""
@@ -120,7 +123,7 @@ class Draws:
             NoBatchError: algorithm.max_gen_batches does not allow enough for a batch.
         """
         self._step = step
-        most = self._desk.config.algorithm.max_gen_batches * self._size if self._filters else self._size
+        most = self._config.algorithm.max_gen_batches * self._size if self._filters else self._size
         if self._filters:
             self._refuse_too_many(self.groups[:most], most)
         lacks = self.lacks(batches)
@@ -134,7 +137,7 @@ class Draws:
         Raises:
             NoScoresError: the reward failed for all responses, and these are enough for a batch.
         """
-        at_once = self._desk.scoring.at_once
+        at_once = self._scoring.at_once
         groups = self._unscored if at_once else self._of_next_batch()
         complete = [group for group in groups if group.asked.is_complete]
         if at_once or len(complete) == len(groups):
@@ -176,13 +179,13 @@ class Draws:
         self.rejected = len(rejected)
         return self._batch(kept, rejected), taken[-1].position
 
-    def settled(self, responses: int) -> list[Group]:
+    def settled(self, responses: int) -> list[PromptGroup]:
         """Return the first groups of the next batch, up to one that is not complete, or that dynamic sampling has not
         judged; none if these have fewer responses."""
         groups = self._of_next_batch()
         while self._settled < len(groups) and self._is_settled(groups[self._settled]):
             self._settled += 1
-        if self._settled * self._desk.config.rollout.n < responses:
+        if self._settled * self._config.rollout.n < responses:
             return []
         return [group for group in groups[: self._settled] if group.is_informative is not False]
 
@@ -192,20 +195,20 @@ class Draws:
         Args:
             ahead: number of batches before the one that the prompt is for.
         """
-        config, number = self._desk.config, len(self.groups)
-        index, position = next(self._desk.order)
-        prompt = self._desk.train[index]
+        config, number = self._config, len(self.groups)
+        index, position = next(self._order)
+        prompt = self._train[index]
         seeds = seeds_at(config, position) if config.rollout.staleness else seeds_of(config, self._step, number)
         how = sampling(config)
         draws = [(seed, how) for seed in seeds]
         if config.algorithm.advantage == "remax":
             draws.append((0, greedy_sampling(config)))
-        asked = self._desk.queue.ask(prompt, draws, self._step + ahead)
-        group = Group(prompt, position, asked)
+        asked = self._queue.ask(prompt, draws, self._step + ahead)
+        group = PromptGroup(prompt, position, asked)
         self.groups.append(group)
         self._unscored.append(group)
 
-    def _of_next_batch(self) -> list[Group]:
+    def _of_next_batch(self) -> list[PromptGroup]:
         """Return the first groups up to the last one that the next batch needs, as far as they were drawn."""
         if not self._filters:
             return self.groups[: self._size]
@@ -216,53 +219,53 @@ class Draws:
                 return self.groups[: index + 1]
         return list(self.groups)
 
-    def _is_judged(self, group: Group) -> bool:
+    def _is_judged(self, group: PromptGroup) -> bool:
         return (group.is_informative if self._filters else group.scored) is not None
 
-    def _is_settled(self, group: Group) -> bool:
+    def _is_settled(self, group: PromptGroup) -> bool:
         return group.asked.is_complete and not (self._filters and group.is_informative is None)
 
-    def _kept(self, groups: Sequence[Group]) -> int:
+    def _kept(self, groups: Sequence[PromptGroup]) -> int:
         """Return how many groups are not rejected. Only dynamic sampling rejects any."""
         return sum(group.is_informative is not False for group in groups) if self._filters else len(groups)
 
-    def _batch(self, kept: Sequence[Group], rejected: Sequence[Scores]) -> Batch:
-        n = self._desk.config.rollout.n
+    def _batch(self, kept: Sequence[PromptGroup], rejected: Sequence[Scores]) -> Batch:
+        n = self._config.rollout.n
         scored = Pending.of_all([group.scored for group in kept if group.scored])
         greedy = None
-        if self._desk.config.algorithm.advantage == "remax":
+        if self._config.algorithm.advantage == "remax":
             best = [group.asked.completions()[n] for group in kept]
             greedy = Greedy(best, scored.then(lambda parts: joined_scores([part_of(one, n, n + 1) for one in parts])))
         scores = scored.then(lambda parts: joined_scores([part_of(one, 0, n) for one in parts], rejected))
         return Batch(*responses_of(kept, n), scores, greedy)
 
-    def _score(self, groups: Sequence[Group]) -> None:
+    def _score(self, groups: Sequence[PromptGroup]) -> None:
         """Start to score the responses of these groups together."""
         found = [(group, group.asked.completions()) for group in groups]
         prompts = [group.prompt for group, completions in found for _ in completions]
         if not prompts:
             return
-        scored = self._desk.scoring.start(prompts, [one for _, completions in found for one in completions])
+        scored = self._scoring.start(prompts, [one for _, completions in found for one in completions])
         end = 0
         for group, completions in found:
             start, end = end, end + len(completions)
             group.scored = scored.then(partial(part_of, start=start, end=end))
         self._unscored = [group for group in self._unscored if group.scored is None]
 
-    def _refuse_too_many(self, first: Sequence[Group], most: int) -> None:
+    def _refuse_too_many(self, first: Sequence[PromptGroup], most: int) -> None:
         """Raise NoBatchError if these groups, as many as a batch may draw, are judged and do not suffice for it."""
         found = self._kept(first)
         if len(first) < most or found >= self._size or not all(map(self._is_judged, first)):
             return
         raise NoBatchError(
             f"algorithm.filter_groups: of {most} prompts "
-            f"({self._desk.config.algorithm.max_gen_batches} batches of {self._size}, algorithm.max_gen_batches), only "
+            f"({self._config.algorithm.max_gen_batches} batches of {self._size}, algorithm.max_gen_batches), only "
             f"{found} had responses with different scores. The task is too easy or too hard for this "
             "model: raise algorithm.max_gen_batches or rollout.n, or set algorithm.filter_groups=false"
         )
 
 
-def responses_of(groups: Sequence[Group], n: int) -> tuple[list[Prompt], list[int], list[Completion]]:
+def responses_of(groups: Sequence[PromptGroup], n: int) -> tuple[list[Prompt], list[int], list[Completion]]:
     """Return the first n responses of each group: their prompts, the numbers of their groups, and the responses."""
     return (
         [group.prompt for group in groups for _ in range(n)],

@@ -46,7 +46,7 @@ from hpc_rl.algorithms.kl import KL_ESTIMATORS
 from hpc_rl.algorithms.outcome import Outcome
 from hpc_rl.config.rl.algorithm import AlgorithmConfig
 from hpc_rl.config.rl.ppo import PpoConfig
-from hpc_rl.rl.loop.dealing import mini_batches
+from hpc_rl.rl.loop.assignment import mini_batches
 from hpc_rl.rl.rollout.engine import Completion
 
 

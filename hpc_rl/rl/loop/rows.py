@@ -47,7 +47,7 @@ def correct_rows(config: PpoConfig, rows: Decision, groups: Collection[WorkerGro
 
 
 def _use(config: DriverConfig, groups: Collection[WorkerGroup], rows: Decision) -> int:
-    """From now on, deal rows of the tokens that were decided. Return the most tokens of a row."""
+    """Set the largest number of tokens of a row to what was decided, and return it."""
     row_tokens = rows.used_in(config).trainer.row_tokens
     for group in groups:
         group.row_tokens = row_tokens

@@ -37,33 +37,33 @@ class WorkerModels(TrainedModels):
         self._on_disk: PartsOnDisk | None = None
 
     def begin(self, partial: Path, copy: bool) -> Callable[[World], None]:
-        """See TrainedModels. Whether a worker copies its model is an option (trainer.save_async)."""
+        """Let the workers begin to save. Whether they copy their models is an option (trainer.save_async)."""
         for pending in [group.save(role, partial / role) for role, group in self._groups.items()]:
             pending.wait()
         self._on_disk = on_disk = PartsOnDisk([partial / role for role in self._groups])
         return lambda _: on_disk.wait()
 
     def read(self, path: Path) -> None:
-        """See TrainedModels."""
+        """Let the workers load the models of a checkpoint."""
         for pending in [group.load(role, path / role) for role, group in self._groups.items()]:
             pending.wait()
 
     def await_reports(self) -> None:
-        """See TrainedModels."""
+        """Wait until the workers have reported that they have written their models."""
         for pending in [group.saved(role) for role, group in self._groups.items()]:
             pending.wait(DEADLINE_S)
         if self._on_disk is not None:
             self._on_disk.end()
 
     def patience(self) -> tuple[float, str]:
-        """See TrainedModels. A process that has died leaves its part as it is, which may be complete."""
+        """Return how long to wait for the parts. That of a process that has died may be complete."""
         writing = [group.saved(role) for role, group in self._groups.items()]
         if has_died([call for one in writing for call in one.calls]):
             return _AFTER_DEATH_S, "a process that wrote a part of it has died"
         return super().patience()
 
     def give_up(self) -> None:
-        """See TrainedModels."""
+        """End the thread that waits for the parts."""
         if self._on_disk is not None:
             self._on_disk.end(failed=True)
 

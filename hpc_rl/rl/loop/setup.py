@@ -29,10 +29,10 @@ from hpc_rl.rl.converse.conversations import Conversations
 from hpc_rl.rl.converse.environment import Environment
 from hpc_rl.rl.converse.environment_hosts import open_environments
 from hpc_rl.rl.endpoint.agents import Agents
+from hpc_rl.rl.loop.assignment import mini_batches
 from hpc_rl.rl.loop.async_batches import AsynchronousBatches
 from hpc_rl.rl.loop.batches import BatchSource, SynchronousBatches
 from hpc_rl.rl.loop.computed import Computation, ComputedColumns
-from hpc_rl.rl.loop.dealing import mini_batches
 from hpc_rl.rl.loop.prompt_data import PromptLoader
 from hpc_rl.rl.loop.rows import decide_rows
 from hpc_rl.rl.loop.saving import WorkerModels

@@ -36,7 +36,7 @@ class PpoState(LoopState):
     train: Sequence[Prompt]
     val: Sequence[Prompt]
     groups: list[WorkerGroup]
-    """All groups that a step's responses are dealt to, each once."""
+    """All groups that a step's responses are assigned to, each once."""
     actor: WorkerGroup
     critic: WorkerGroup | None
     computed: ComputedColumns

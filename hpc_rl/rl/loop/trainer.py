@@ -17,9 +17,9 @@ from hpc_rl.config.rl.ppo import PpoConfig
 from hpc_rl.errors import EXIT_STOPPED, RunError
 from hpc_rl.liveness.heartbeat import heart
 from hpc_rl.rl.actors.calls import Pending
-from hpc_rl.rl.carriers.base import Kept
+from hpc_rl.rl.carriers.base import ColumnHandle
+from hpc_rl.rl.loop.assignment import shuffled
 from hpc_rl.rl.loop.batches import training_samples
-from hpc_rl.rl.loop.dealing import shuffled
 from hpc_rl.rl.loop.draws import Batch
 from hpc_rl.rl.loop.experience import (
     add_advantages,
@@ -60,7 +60,7 @@ Order = NDArray[np.int64] | None
 """Order of the responses of a step that is cut into mini-batches, [B]; None: as they are."""
 PHASES = {"old_logprobs": "old_log_prob", "ref_logprobs": "ref", "teacher_logprobs": "teacher", "values": "values"}
 """What the loop waits for, by the column that workers compute."""
-ColumnsOf = Callable[[TensorDict, PpoConfig, Order], dict[str, torch.Tensor | Kept]]
+ColumnsOf = Callable[[TensorDict, PpoConfig, Order], dict[str, torch.Tensor | ColumnHandle]]
 
 
 def train(state: PpoState) -> int:
@@ -272,7 +272,7 @@ def update(
     return Pending.of_all(started).then(lambda results: add_passes(results[1::2]))
 
 
-def actor_columns(experience: TensorDict, config: PpoConfig, order: Order) -> dict[str, torch.Tensor | Kept]:
+def actor_columns(experience: TensorDict, config: PpoConfig, order: Order) -> dict[str, torch.Tensor | ColumnHandle]:
     """Return the columns that the actor's loss needs, for mini-batches of this order."""
     names = ["advantages"]
     names += ["old_logprobs"] if "old_logprobs" in experience else []
@@ -284,7 +284,7 @@ def actor_columns(experience: TensorDict, config: PpoConfig, order: Order) -> di
     return found
 
 
-def critic_columns(experience: TensorDict, config: PpoConfig, order: Order) -> dict[str, torch.Tensor | Kept]:
+def critic_columns(experience: TensorDict, config: PpoConfig, order: Order) -> dict[str, torch.Tensor | ColumnHandle]:
     """Return the columns that the critic's loss needs, for mini-batches of this order."""
     weights = loss_weights(experience, config, "token-mean", order)
     return {"values": experience["values"], "returns": experience["returns"], "weights": weights}

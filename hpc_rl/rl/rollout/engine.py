@@ -128,7 +128,7 @@ class RolloutEngine(Protocol):
         """End the processes that the engine has started."""
 
 
-class Progress(NamedTuple):
+class SliceResult(NamedTuple):
     """What an engine has done in a call."""
 
     completed: list[tuple[int, Completion]]
@@ -137,12 +137,12 @@ class Progress(NamedTuple):
     """Seconds that it has generated."""
 
 
-def progress(engine: RolloutEngine, requests: Sequence[Request], slice_s: float, version: int) -> Progress:
+def run_slice(engine: RolloutEngine, requests: Sequence[Request], slice_s: float, version: int) -> SliceResult:
     """Add requests to an engine and let it generate; see RolloutEngine. This is one call of `RequestQueue`."""
     engine.add(requests)
     began = time.perf_counter()
     completed = engine.advance(slice_s, version) if engine.running else []
-    return Progress(completed, time.perf_counter() - began)
+    return SliceResult(completed, time.perf_counter() - began)
 
 
 def complete(

@@ -11,7 +11,7 @@ from typing import Any
 from hpc_rl.config.rl.rollout import EngineJob
 from hpc_rl.liveness.heartbeat import beats_in_calls, heart
 from hpc_rl.rl.actors import process
-from hpc_rl.rl.rollout.engine import Placement, Progress, Request, RolloutEngine, load_engine, progress
+from hpc_rl.rl.rollout.engine import Placement, Request, RolloutEngine, SliceResult, load_engine, run_slice
 from hpc_rl.rl.weights.base import WeightReceiver, receiver_of
 from hpc_rl.training import guards
 
@@ -37,9 +37,9 @@ class EngineProcess:
         self._receiver = receiver_of(self._engine)
 
     @guards.explain_out_of_memory("generation", guards.IN_GENERATION)
-    def advance(self, requests: Sequence[Request], slice_s: float, version: int) -> Progress:
-        """Add requests and generate for a slice of time; see `hpc_rl.rl.rollout.engine.progress`."""
-        return progress(self._engine, requests, slice_s, version)
+    def advance(self, requests: Sequence[Request], slice_s: float, version: int) -> SliceResult:
+        """Add requests and generate for a slice of time; see `hpc_rl.rl.rollout.engine.run_slice`."""
+        return run_slice(self._engine, requests, slice_s, version)
 
     def answer(self) -> None:
         """Show that the process lives."""

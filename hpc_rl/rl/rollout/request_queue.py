@@ -23,9 +23,9 @@ from hpc_rl.data.prompts import Prompt
 from hpc_rl.errors import RunError, UserError
 from hpc_rl.liveness.heartbeat import heart
 from hpc_rl.rl.actors.calls import MODEL_LIMIT, ActorCall, Pending
-from hpc_rl.rl.actors.fates import ActorDiedError
+from hpc_rl.rl.actors.deaths import ActorDiedError
 from hpc_rl.rl.rollout.dispatch import Dispatch
-from hpc_rl.rl.rollout.engine import Completion, Progress, Request
+from hpc_rl.rl.rollout.engine import Completion, Request, SliceResult
 from hpc_rl.rl.rollout.respondent import TURN_S, Respondent, Samplings
 from hpc_rl.rl.weights.base import EngineActors
 from hpc_rl.training.perf import Spans
@@ -38,7 +38,7 @@ CALLS_AHEAD = 2
 
 
 @dataclass
-class Asked:
+class QueuedResponses:
     """The responses to one prompt that were requested together."""
 
     requests: list[Request]
@@ -96,7 +96,7 @@ class RequestQueue(Respondent):
         self.started: set[int] = set()
         """Those that have loaded their models, and wait for `restore`."""
         self._heard = [time.monotonic()] * count
-        self._asked: dict[int, Asked] = {}
+        self._asked: dict[int, QueuedResponses] = {}
         """The requests that are not complete, by number."""
         self._number = 0
         self.version = 0
@@ -117,7 +117,7 @@ class RequestQueue(Respondent):
         """Number of requests that all engines together have at a time; the others wait here."""
         return self._dispatch.capacity
 
-    def ask(self, prompt: Prompt, draws: Samplings, wave: int = 0, after: int | None = None) -> Asked:
+    def ask(self, prompt: Prompt, draws: Samplings, wave: int = 0, after: int | None = None) -> QueuedResponses:
         """Request responses to one prompt, which share an engine.
 
         Args:
@@ -126,7 +126,7 @@ class RequestQueue(Respondent):
             after: the engine of an earlier turn; see Dispatch.add.
         """
         first, self._number = self._number, self._number + len(draws)
-        asked = Asked([Request(first + index, prompt.token_ids, *draw) for index, draw in enumerate(draws)])
+        asked = QueuedResponses([Request(first + index, prompt.token_ids, *draw) for index, draw in enumerate(draws)])
         self._asked.update((request.number, asked) for request in asked.requests)
         self._dispatch.add(asked.requests, wave, after)
         return asked
@@ -230,18 +230,18 @@ class RequestQueue(Respondent):
         """Record the answer to the first call of an engine."""
         call = self._calls[engine].popleft()
         try:
-            progress: Progress | None = Pending.of_calls([call]).wait()[0]
+            found: SliceResult | None = Pending.of_calls([call]).wait()[0]
         except ActorDiedError as error:
             self._lose(engine, error)
             return
         self._heard[engine] = time.monotonic()
-        if progress is None:  # the call is one of `tell`
+        if found is None:  # the call is one of `tell`
             return
-        self._busy_s += progress.busy_s
-        if progress.busy_s:
+        self._busy_s += found.busy_s
+        if found.busy_s:
             now = time.perf_counter()
-            self.spans.add("gen", now - progress.busy_s, now)
-        for number, completion in progress.completed:
+            self.spans.add("gen", now - found.busy_s, now)
+        for number, completion in found.completed:
             self._dispatch.complete(engine, number)
             asked = self._asked.pop(number)
             asked.found[number], asked.engines[number] = completion, engine

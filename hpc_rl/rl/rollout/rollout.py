@@ -22,7 +22,7 @@ from hpc_rl.config.rl.rollout import EngineJob, engine_spec
 from hpc_rl.errors import UserError
 from hpc_rl.formats.peft_folder import new_config
 from hpc_rl.rl.actors.calls import CALL_TIMEOUT_S, MODEL_LIMIT, ActorCall, wait_for_all
-from hpc_rl.rl.actors.fates import Actor, ActorDiedError
+from hpc_rl.rl.actors.deaths import ActorDiedError, ActorLabel
 from hpc_rl.rl.actors.pools import Pool, Slot
 from hpc_rl.rl.rollout.engine import Placement
 from hpc_rl.rl.rollout.engine_process import EngineProcess
@@ -242,7 +242,7 @@ class Fleet:
         self.engines = EngineActors(
             [self._create(index) for index in range(len(self._slots))],
             [
-                Actor(
+                ActorLabel(
                     f"rollout engine {index} on node {slots[0].node.name}",
                     "engine",
                     logs / f"node*-{pool.name}-engine{index}.log",

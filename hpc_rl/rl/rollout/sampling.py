@@ -29,7 +29,7 @@ def uniforms(seeds: Sequence[int], steps: int) -> NDArray[np.float32]:
     return drawn
 
 
-class Group(NamedTuple):
+class SamplingGroup(NamedTuple):
     """Rows of a batch whose tokens are drawn in the same way."""
 
     sampling: Sampling
@@ -37,16 +37,16 @@ class Group(NamedTuple):
     rows_G: torch.Tensor
 
 
-def groups_of(samplings: Sequence[Sampling], device: torch.device) -> list[Group]:
+def groups_of(samplings: Sequence[Sampling], device: torch.device) -> list[SamplingGroup]:
     """Group the rows of a batch, whose samplings may differ. Only max_new_tokens does not matter."""
     distinct = {id(sampling): sampling for sampling in samplings}  # usually one, which many requests share
     ways = {key: replace(sampling, max_new_tokens=1) for key, sampling in distinct.items()}
     if len(set(ways.values())) == 1:
-        return [Group(next(iter(ways.values())), torch.arange(len(samplings), device=device))]
+        return [SamplingGroup(next(iter(ways.values())), torch.arange(len(samplings), device=device))]
     found: dict[Sampling, list[int]] = defaultdict(list)
     for row, sampling in enumerate(samplings):
         found[ways[id(sampling)]].append(row)
-    return [Group(sampling, torch.tensor(rows, device=device)) for sampling, rows in found.items()]
+    return [SamplingGroup(sampling, torch.tensor(rows, device=device)) for sampling, rows in found.items()]
 
 
 class TokenSampler:
@@ -59,7 +59,7 @@ class TokenSampler:
         self._scratch = torch.empty_like(self._logits)
 
     def __call__(
-        self, hidden_BH: torch.Tensor, uniform_B: torch.Tensor, groups: Sequence[Group]
+        self, hidden_BH: torch.Tensor, uniform_B: torch.Tensor, groups: Sequence[SamplingGroup]
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return tokens and log-probabilities as `sample` does. Each row is in one of the groups."""
         logits_BV = self._logits[: hidden_BH.shape[0]]

@@ -17,7 +17,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from hpc_rl.rl.actors.calls import ActorCall, Pending
-from hpc_rl.rl.actors.fates import Actor
+from hpc_rl.rl.actors.deaths import ActorLabel
 from hpc_rl.rl.weights.buckets import Bucket, TensorEntry, unpack
 from hpc_rl.training.models.four_bit import four_bit_weights
 from hpc_rl.training.models.lora import adapted_layers, is_adapter, merged, rounded
@@ -100,7 +100,7 @@ class EngineActors:
     def __init__(
         self,
         actors: Sequence[Any],
-        names: Sequence[Actor],
+        names: Sequence[ActorLabel],
         nodes: Sequence[str],
         timeout_s: float,
         workers_each: int = 1,
@@ -125,7 +125,7 @@ class EngineActors:
         actors, names, nodes = ([of[index] for index in indices] for of in (self.actors, self.names, self.nodes))
         return EngineActors(actors, names, nodes, self.timeout_s, self.workers_each)
 
-    def without(self, name: Actor) -> EngineActors:
+    def without(self, name: ActorLabel) -> EngineActors:
         return self.subset([index for index, each in enumerate(self.names) if each != name])
 
     def calls(self, method: str, *arguments: Any) -> list[ActorCall]:

@@ -13,7 +13,7 @@ import ray
 import torch
 
 from hpc_rl.rl.actors.calls import ActorCall, Pending
-from hpc_rl.rl.actors.fates import ActorDiedError
+from hpc_rl.rl.actors.deaths import ActorDiedError
 from hpc_rl.rl.weights.base import EngineActors, WeightSource
 from hpc_rl.rl.weights.buckets import Bucket, MemoryFile, TensorEntry, aligned, plan_buckets, used_bytes
 from hpc_rl.training.parallel.distributed import World
@@ -26,7 +26,7 @@ class HostSender:
     """A WeightSender through host memory, on one training rank."""
 
     def __init__(self, source: WeightSource, engines: EngineActors, world: World, bucket_bytes: int) -> None:
-        """See `hpc_rl.rl.weights.transfers.Opener`."""
+        """Allocate the buckets of the engines that this rank serves. Every rank calls this."""
         self._source = source
         self._world = world
         self._timeout_s = engines.timeout_s
@@ -42,7 +42,7 @@ class HostSender:
             self._regions = self._allocate()
 
     def send_weights(self) -> None:
-        """See WeightSender. Engines that have died are left out."""
+        """Send all weights, in buckets. Engines that have died are left out."""
         tensors = iter(self._source)
         if not self._regions:
             for entries in self._buckets:
@@ -104,7 +104,7 @@ class HostSender:
 
 
 def open_sender(source: WeightSource, engines: EngineActors, world: World, bucket_bytes: int) -> HostSender:
-    """See `hpc_rl.rl.weights.transfers.Opener`."""
+    """Return this rank's sender; `hpc_rl.rl.weights.transfers.Opener` describes the arguments."""
     return HostSender(source, engines, world, bucket_bytes)
 
 

@@ -15,7 +15,9 @@ _TYPES = {"Tensor": torch.Tensor, "TypedStorage": torch.storage.TypedStorage, "u
 
 
 def open_sender(source: WeightSource, engines: EngineActors, world: World, bucket_bytes: int) -> WeightSender:
-    """See `hpc_rl.rl.weights.transfers.Opener`. There is one buffer of `bucket_bytes` on each GPU.
+    """Return this rank's sender; `hpc_rl.rl.weights.transfers.Opener` describes the arguments.
+
+    There is one buffer of `bucket_bytes` on each GPU.
 
     vLLM's own sender exchanges the ranks' handles as pickles. Here they travel as JSON.
     """

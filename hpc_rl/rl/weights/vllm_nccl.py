@@ -18,7 +18,9 @@ from hpc_rl.training.parallel.distributed import World
 
 
 def open_sender(source: WeightSource, engines: EngineActors, world: World, bucket_bytes: int) -> WeightSender:
-    """See `hpc_rl.rl.weights.transfers.Opener`. There are up to two buffers of `bucket_bytes` on each GPU.
+    """Return this rank's sender; `hpc_rl.rl.weights.transfers.Opener` describes the arguments.
+
+    There are up to two buffers of `bucket_bytes` on each GPU.
 
     vLLM's own trainer_init meets the engines in a TCPStore, from which it takes pickles, and which everyone on the
     network can reach. Here NCCL's unique id, which contains a secret number, reaches the engines through Ray.

@@ -8,9 +8,9 @@ from hpc_rl.algorithms.kl import KL_ESTIMATORS
 from hpc_rl.algorithms.losses import Clip, PolicyBatch
 from hpc_rl.algorithms.policy_losses import POLICY_LOSSES
 from hpc_rl.config.rl.ppo import PpoConfig
-from hpc_rl.rl.workers.held import MicroBatch
 from hpc_rl.rl.workers.learner import Columns, Learner, Parts, add
 from hpc_rl.rl.workers.logprobs import token_logprobs_of
+from hpc_rl.rl.workers.packed_shard import MicroBatch
 from hpc_rl.training.models.causal_lm import CausalLM, causal_lm, count_flops, disable_dropout
 from hpc_rl.training.models.loading import load_sharded
 from hpc_rl.training.parallel.distributed import World
@@ -30,7 +30,7 @@ class Actor(Learner[CausalLM]):
         self._kl = KL_ESTIMATORS[algorithm.kl.estimator] if algorithm.kl.where == "loss" else None
 
     def loss(self, micro: MicroBatch, columns: Columns, parts: Parts) -> torch.Tensor:
-        """See Learner.loss.
+        """Return this micro-batch's share of the loss of its mini-batch.
 
         Columns: advantages and weights; old_logprobs if a step has several updates; is_weights with truncated
         importance sampling; ref_logprobs if the KL term is in the loss.

@@ -1,6 +1,6 @@
 """All workers of a pool as one object. A method starts a call on every rank and returns a Pending result.
 
-A step's responses are dealt to the ranks by `hold`: once, or again for each pass over them with other mini-batches. The
+`hold` assigns a step's responses to the ranks: once, or again for each pass over them with other mini-batches. The
 calls that follow compute on them, and the columns that they return are joined in the order of the responses.
 """
 
@@ -17,12 +17,12 @@ from numpy.typing import NDArray
 from tensordict import TensorDict
 
 from hpc_rl.rl.actors.calls import CALL_TIMEOUT_S, ActorCall, Pending
-from hpc_rl.rl.actors.fates import Actor
+from hpc_rl.rl.actors.deaths import ActorLabel
 from hpc_rl.rl.actors.pools import Pool
-from hpc_rl.rl.carriers.base import AtOnce, Carrier, Kept, dealt_shards
+from hpc_rl.rl.carriers.base import Carrier, ColumnHandle, DirectSink, shards_of
 from hpc_rl.rl.carriers.through_ray import RayCarrier
 from hpc_rl.rl.loop import experience as columns
-from hpc_rl.rl.loop.dealing import Deal, deal_step
+from hpc_rl.rl.loop.assignment import Assignment, assign_responses
 from hpc_rl.rl.weights.base import EngineActors
 from hpc_rl.rl.workers.learner import ROUTER, Sums
 from hpc_rl.rl.workers.worker import Worker
@@ -68,7 +68,7 @@ class WorkerGroup:
             for slot in pool.slots
         ]
         self._names = [
-            Actor(
+            ActorLabel(
                 f"rank {slot.rank} of pool {pool.name} on node {slot.node.name}",
                 "worker",
                 logs / f"node*-{pool.name}-rank{slot.rank}.log",
@@ -78,11 +78,11 @@ class WorkerGroup:
         self._nodes = [slot.node.id for slot in pool.slots]
         self.pool = pool.name
         self.row_tokens = 0
-        """Largest number of tokens of a packed row; rl/loop/rows.py decides before responses are dealt."""
+        """Largest number of tokens of a packed row; rl/loop/rows.py decides before responses are assigned."""
         self.longest_row = 0
         """Tokens of the longest row so far."""
-        self._held: tuple[Deal, torch.Tensor] | None = None
-        """Deal of the held responses, and their lengths in token columns [B]."""
+        self._held: tuple[Assignment, torch.Tensor] | None = None
+        """Assignment of the held responses, and their lengths in token columns [B]."""
 
     @property
     def size(self) -> int:
@@ -97,25 +97,25 @@ class WorkerGroup:
     def hold(
         self, experience: TensorDict, mini_batch_size: int | None, order: NDArray[np.int64] | None = None
     ) -> Pending[None]:
-        """Deal a step's responses to the ranks, for all calls until the next `hold`.
+        """Assign a step's responses to the ranks, for all calls until the next `hold`.
 
         Args:
             mini_batch_size: responses of an update; None for all.
             order: order of the responses, [B], that is cut into mini-batches. Default: as they are.
         """
-        deal = self._deal(experience, mini_batch_size, order)
-        self._held = (deal, columns.lengths(experience))
-        return self._each("hold", ([parcel] for parcel in self._carrier.shards(experience, deal)), _nothing)
+        assignment = self._assign(experience, mini_batch_size, order)
+        self._held = (assignment, columns.lengths(experience))
+        return self._each("hold", ([parcel] for parcel in self._carrier.shards(experience, assignment)), _nothing)
 
     def column(self, method: str) -> Pending[torch.Tensor]:
         """Return a token column of the held responses: that of the worker's method `logprobs`, for example."""
-        return self._all(method, AtOnce(), combine=_joining(*self._dealt))
+        return self._all(method, DirectSink(), combine=_joining(*self._assigned))
 
     def column_of(self, method: str, experience: TensorDict) -> Pending[torch.Tensor]:
         """Return a token column of these responses, which need not be held. They are one mini-batch."""
-        deal = self._deal(experience, None)
-        arguments = ([AtOnce(), shard] for shard in dealt_shards(experience, deal))
-        return self._each(method, arguments, _joining(deal, columns.lengths(experience)))
+        assignment = self._assign(experience, None)
+        arguments = ([DirectSink(), shard] for shard in shards_of(experience, assignment))
+        return self._each(method, arguments, _joining(assignment, columns.lengths(experience)))
 
     def keep(self, method: str) -> Pending[Any]:
         """Compute a token column of the held responses that only `update` needs.
@@ -123,23 +123,23 @@ class WorkerGroup:
         Returns:
             the column, or what stands for it if it stays with the carrier.
         """
-        kept = self._carrier.kept(*self._dealt)
+        kept = self._carrier.kept(*self._assigned)
         if kept is None:
             return self.column(method)
-        replies, column = kept
-        return self._each(method, ([reply] for reply in replies), lambda _: column)
+        sinks, column = kept
+        return self._each(method, ([sink] for sink in sinks), lambda _: column)
 
     def reward_scores(self, experience: TensorDict) -> Pending[torch.Tensor]:
         """Return the reward model's scores of these responses, which need not be held: [B]."""
-        deal = self._deal(experience, None)
+        assignment = self._assign(experience, None)
 
         def combine(parts: list[Any]) -> torch.Tensor:
-            return torch.from_numpy(deal.join_responses(parts))
+            return torch.from_numpy(assignment.join_responses(parts))
 
-        return self._each("reward_scores", ([shard] for shard in dealt_shards(experience, deal)), combine)
+        return self._each("reward_scores", ([shard] for shard in shards_of(experience, assignment)), combine)
 
     def update(
-        self, role: str, token_columns: Mapping[str, torch.Tensor | Kept], step: int, total: int, epochs: int
+        self, role: str, token_columns: Mapping[str, torch.Tensor | ColumnHandle], step: int, total: int, epochs: int
     ) -> Pending[Sums]:
         """Update actor or critic on the held responses, in some passes over them.
 
@@ -149,10 +149,10 @@ class WorkerGroup:
         Returns:
             the sums over all ranks; for grad_norm, updates and lr, which are equal on all ranks, the value itself.
         """
-        deal, _ = self._dealt
-        parcels = self._carrier.columns(deal, token_columns)
+        assignment, _ = self._assigned
+        parcels = self._carrier.columns(assignment, token_columns)
         arguments = ([role, parcel, step, total, epochs] for parcel in parcels)
-        return self._each("update", arguments, lambda parts: _add_sums(deal.once(parts)))
+        return self._each("update", arguments, lambda parts: _add_sums(assignment.once(parts)))
 
     def engines(self) -> EngineActors:
         """Return the workers as engines, if there is one in each of their processes."""
@@ -223,19 +223,19 @@ class WorkerGroup:
         return self._all("flops", combine=lambda parts: parts[0])
 
     @property
-    def _dealt(self) -> tuple[Deal, torch.Tensor]:
+    def _assigned(self) -> tuple[Assignment, torch.Tensor]:
         if self._held is None:
             raise RuntimeError("the workers hold no responses: call `hold` first")
         return self._held
 
-    def _deal(
+    def _assign(
         self, experience: TensorDict, mini_batch_size: int | None, order: NDArray[np.int64] | None = None
-    ) -> Deal:
+    ) -> Assignment:
         lengths, sampled = columns.all_lengths(experience).numpy(), columns.lengths(experience).numpy()
         split = self._sequence_parallel
-        deal = deal_step(lengths, sampled, mini_batch_size, self.size, self.row_tokens, order, split)
-        self.longest_row = max(self.longest_row, deal.longest_row(lengths))
-        return deal
+        assignment = assign_responses(lengths, sampled, mini_batch_size, self.size, self.row_tokens, order, split)
+        self.longest_row = max(self.longest_row, assignment.longest_row(lengths))
+        return assignment
 
     def _all(self, method: str, *arguments: Any, combine: Callable[[list[Any]], T]) -> Pending[T]:
         return self._each(method, (arguments for _ in self._workers), combine)
@@ -248,9 +248,9 @@ class WorkerGroup:
         return Pending.of_calls(calls, self._carrier.watched).then(combine)
 
 
-def _joining(deal: Deal, lengths_B: torch.Tensor) -> Callable[[list[Any]], torch.Tensor]:
+def _joining(assignment: Assignment, lengths_B: torch.Tensor) -> Callable[[list[Any]], torch.Tensor]:
     """Return a function that makes a token column from those of the ranks."""
-    return lambda parts: columns.jagged(torch.from_numpy(deal.join(parts)), lengths_B)
+    return lambda parts: columns.jagged(torch.from_numpy(assignment.join(parts)), lengths_B)
 
 
 def _add_sums(parts: Sequence[Sums]) -> Sums:

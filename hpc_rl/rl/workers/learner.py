@@ -11,7 +11,7 @@ import torch
 from hpc_rl.config.rl.ppo import PpoConfig
 from hpc_rl.config.training.common import OptimConfig
 from hpc_rl.liveness.heartbeat import heart
-from hpc_rl.rl.workers.held import Held, MicroBatch
+from hpc_rl.rl.workers.packed_shard import MicroBatch, PackedShard
 from hpc_rl.training import guards
 from hpc_rl.training.checkpoints import model_state
 from hpc_rl.training.checkpoints.background import BackgroundWriter
@@ -60,7 +60,7 @@ class Learner(ABC, Generic[Model]):
             columns: token columns of this micro-batch.
         """
 
-    def update(self, held: Held, columns: Columns, step: int, total_steps: int, epochs: int) -> Sums:
+    def update(self, held: PackedShard, columns: Columns, step: int, total_steps: int, epochs: int) -> Sums:
         """Make some passes over the held responses, with one optimizer step per mini-batch.
 
         Args:

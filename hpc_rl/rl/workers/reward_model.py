@@ -8,8 +8,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from hpc_rl.rl.loop.dealing import Shard
-from hpc_rl.rl.workers.held import hold
+from hpc_rl.rl.loop.assignment import Shard
+from hpc_rl.rl.workers.packed_shard import pack_shard
 from hpc_rl.training.models.loading import load_sharded
 from hpc_rl.training.models.scalar_model import check_outputs, refuse_other_vocabulary, reward_model
 from hpc_rl.training.parallel.distributed import World
@@ -41,7 +41,7 @@ class RewardModel:
         with self._offload.computing():
             parts = [
                 self._model(micro.batch.last_tokens())[: len(micro.lengths_B)]
-                for micro in hold(shard, self._world.device).micro_batches()
+                for micro in pack_shard(shard, self._world.device).micro_batches()
             ]
         scores_BK: NDArray[np.float32] = torch.cat(parts).cpu().numpy()
         return scores_BK @ self._weights_K

@@ -20,19 +20,17 @@ from hpc_rl.config.rl.rollout import engine_dtype, engine_spec
 from hpc_rl.data.templates.chat import as_trained, chat_template
 from hpc_rl.liveness.heartbeat import beats_in_calls, heart
 from hpc_rl.rl.actors import process
-from hpc_rl.rl.carriers.base import FlatColumns, Parcel, Reply
-from hpc_rl.rl.loop.dealing import Shard
-from hpc_rl.rl.rollout.engine import Placement, Progress, Request, RolloutEngine, load_engine, progress
+from hpc_rl.rl.carriers.base import ColumnSink, FlatColumns, Parcel
+from hpc_rl.rl.loop.assignment import Shard
+from hpc_rl.rl.rollout.engine import Placement, Request, RolloutEngine, SliceResult, load_engine, run_slice
 from hpc_rl.rl.weights.base import EngineActors, WeightSender, WeightSource
 from hpc_rl.rl.weights.transfers import open_sender
 from hpc_rl.rl.workers.actor import Actor
 from hpc_rl.rl.workers.critic import Critic
-from hpc_rl.rl.workers.held import Held, hold
 from hpc_rl.rl.workers.learner import Learner, Sums
-from hpc_rl.rl.workers.logprobs import held_logprobs
-from hpc_rl.rl.workers.reference import Reference
+from hpc_rl.rl.workers.logprobs import FrozenModel, load_reference, load_teacher, shard_logprobs
+from hpc_rl.rl.workers.packed_shard import PackedShard, pack_shard
 from hpc_rl.rl.workers.reward_model import RewardModel
-from hpc_rl.rl.workers.teacher import Teacher
 from hpc_rl.run_dir import RunDir
 from hpc_rl.training import guards, memory_snapshot
 from hpc_rl.training.checkpoints.export import write_weights
@@ -53,11 +51,11 @@ if TYPE_CHECKING:
 MODELS: dict[str, Callable[[Any, World], Any]] = {
     "actor": Actor,
     "critic": Critic,
-    "ref": Reference,
-    "teacher": Teacher,
+    "ref": load_reference,
+    "teacher": load_teacher,
     "reward": RewardModel,
 }
-"""Role -> class that loads its model. The role `rollout` is an engine, which may share the actor's model."""
+"""Role -> what loads its model. The role `rollout` is an engine, which may share the actor's model."""
 
 
 @beats_in_calls
@@ -106,43 +104,43 @@ class Worker:
 
     def hold(self, shard: Parcel[Shard]) -> None:
         """Keep a step's responses for the calls that follow."""
-        self._parts["held"] = hold(shard.open(), self.world.device)
+        self._parts["held"] = pack_shard(shard.open(), self.world.device)
 
     @guards.explain_out_of_memory("the policy's log-probabilities")
-    def logprobs(self, reply: Reply, shard: Shard | None = None) -> NDArray[np.float32] | None:
+    def logprobs(self, sink: ColumnSink, shard: Shard | None = None) -> NDArray[np.float32] | None:
         """Send the policy's log-probabilities of all response tokens of a shard. Default: of those held."""
         with self._spans("old_log_prob"), self.actor.offload.computing():
-            found = held_logprobs(self.actor.model, self._responses(shard), self.config.rollout.temperature)
-        return reply.send(found)
+            found = shard_logprobs(self.actor.model, self._responses(shard), self.config.rollout.temperature)
+        return sink.send(found)
 
     @guards.explain_out_of_memory("the reference's log-probabilities")
-    def ref_logprobs(self, reply: Reply, shard: Shard | None = None) -> NDArray[np.float32] | None:
+    def ref_logprobs(self, sink: ColumnSink, shard: Shard | None = None) -> NDArray[np.float32] | None:
         """Send the reference's log-probabilities: see `logprobs`. With adapters, the reference is the policy without
         them."""
         if self._training.model.lora.is_used:
             with self._spans("ref"), self.actor.offload.computing(), without_adapters(self.actor.model):
-                found = held_logprobs(self.actor.model, self._responses(shard), self.config.rollout.temperature)
-            return reply.send(found)
-        reference: Reference = self._part("ref")
+                found = shard_logprobs(self.actor.model, self._responses(shard), self.config.rollout.temperature)
+            return sink.send(found)
+        reference: FrozenModel = self._part("ref")
         with self._spans("ref"):
             found = reference.logprobs(self._responses(shard))
-        return reply.send(found)
+        return sink.send(found)
 
     @guards.explain_out_of_memory("the teacher's log-probabilities")
-    def teacher_logprobs(self, reply: Reply, shard: Shard | None = None) -> NDArray[np.float32] | None:
+    def teacher_logprobs(self, sink: ColumnSink, shard: Shard | None = None) -> NDArray[np.float32] | None:
         """Send the teacher's log-probabilities: see `logprobs`."""
-        teacher: Teacher = self._part("teacher")
+        teacher: FrozenModel = self._part("teacher")
         with self._spans("teacher"):
             found = teacher.logprobs(self._responses(shard))
-        return reply.send(found)
+        return sink.send(found)
 
     @guards.explain_out_of_memory("the critic's values")
-    def values(self, reply: Reply, shard: Shard | None = None) -> NDArray[np.float32] | None:
+    def values(self, sink: ColumnSink, shard: Shard | None = None) -> NDArray[np.float32] | None:
         """Send the critic's values at all response tokens: see `logprobs`."""
         critic: Critic = self._part("critic")
         with self._spans("values"):
             found = critic.values(self._responses(shard))
-        return reply.send(found)
+        return sink.send(found)
 
     @guards.explain_out_of_memory("the reward model's scores")
     def reward_scores(self, shard: Shard) -> NDArray[np.float32]:
@@ -160,9 +158,9 @@ class Worker:
             return learner.update(self.held, tensors, step, total_steps, epochs)
 
     @guards.explain_out_of_memory("generation", guards.IN_GENERATION)
-    def advance(self, requests: Sequence[Request], slice_s: float, version: int) -> Progress:
-        """Add requests to the engine in this process and let it generate; see `hpc_rl.rl.rollout.engine.progress`."""
-        return progress(self.engine, requests, slice_s, version)
+    def advance(self, requests: Sequence[Request], slice_s: float, version: int) -> SliceResult:
+        """Add requests to the engine in this process and let it generate; see `hpc_rl.rl.rollout.engine.run_slice`."""
+        return run_slice(self.engine, requests, slice_s, version)
 
     @guards.explain_out_of_memory("sending weights")
     def sync_engine(self) -> None:
@@ -243,9 +241,9 @@ class Worker:
         return self.actor.flops, peak_flops(self.world.device)
 
     @property
-    def held(self) -> Held:
+    def held(self) -> PackedShard:
         """The responses of the latest `hold`."""
-        held: Held = self._part("held")
+        held: PackedShard = self._part("held")
         return held
 
     @property
@@ -271,9 +269,9 @@ class Worker:
         assert isinstance(self.config, PpoConfig)
         return self.config
 
-    def _responses(self, shard: Shard | None) -> Held:
+    def _responses(self, shard: Shard | None) -> PackedShard:
         """Return the responses of a shard, or those held."""
-        return self.held if shard is None else hold(shard, self.world.device)
+        return self.held if shard is None else pack_shard(shard, self.world.device)
 
     def _part(self, name: str) -> Any:
         if name not in self._parts:

@@ -64,7 +64,7 @@ class _Plain:
         self.stored = model_state.stored_weights(part)
 
     def read(self, name: str, dtype: torch.dtype) -> torch.Tensor:
-        """See Weights.read."""
+        """Return a weight in a type."""
         return model_state.read_weights(self._part, [name], dtype)[name]
 
 
@@ -84,7 +84,7 @@ class _Merged:
         self.stored |= {name: weight for name, weight in self._trained.items() if not is_adapter(name)}  # a head
 
     def read(self, name: str, dtype: torch.dtype) -> torch.Tensor:
-        """See Weights.read."""
+        """Return a weight in a type, with its adapter merged into it."""
         if name in self._trained:
             return model_state.read_weights(self._part, [name], dtype)[name]
         weight = _whole(self._base[name])

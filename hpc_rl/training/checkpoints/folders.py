@@ -264,13 +264,13 @@ def damage_of(path: Path) -> str | None:
 def part_damage(part: Path, rank: int = 0, ranks: int = 1) -> str | None:
     """Read one rank's share of the files of a part; return the first one that is not as it was written.
 
-    The files are dealt so that each is read once, and by the rank that wrote it if there are as many ranks as then.
+    The files are divided so that each is read once, and by the rank that wrote it if there are as many ranks as then.
     """
     sums = checksums.read(part) or {}
-    return checksums.wrong_contents(part, sums, dealt(sums, rank, ranks))
+    return checksums.wrong_contents(part, sums, files_of_rank(sums, rank, ranks))
 
 
-def dealt(sums: Mapping[str, checksums.Checksum], rank: int, ranks: int) -> Sequence[str]:
+def files_of_rank(sums: Mapping[str, checksums.Checksum], rank: int, ranks: int) -> Sequence[str]:
     """Return one rank's share of files: `__3_0.distcp` was written by rank 3, all others by rank 0."""
     writers = {name: re.match(r"__(\d+)_", name) for name in sums}
     return [name for name, writer in writers.items() if int(writer[1] if writer else 0) % ranks == rank]

@@ -84,19 +84,19 @@ class OneModel(TrainedModels):
         self._world = world
 
     def begin(self, partial: Path, copy: bool) -> Callable[[World], None]:
-        """See TrainedModels. Every rank calls this."""
+        """Take a snapshot of the model, and return what writes it. Every rank calls this."""
         found = model_state.snapshot(self._model, self._optimizer, self._tokenizer, self._world, copy)
         return lambda own: model_state.write(partial / MODEL, found, own)
 
     def read(self, path: Path) -> None:
-        """See TrainedModels. Every rank calls this."""
+        """Load model and optimizer of a checkpoint. Every rank calls this."""
         model_state.read(path / MODEL, self._model, self._optimizer, self._world)
 
     def await_reports(self) -> None:
-        """See TrainedModels. The thread itself writes."""
+        """Do nothing: the thread itself writes."""
 
     def give_up(self) -> None:
-        """See TrainedModels. A write cannot be ended."""
+        """Do nothing: a write cannot be ended."""
 
 
 class Saver:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
 import math
+import sys
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -13,13 +15,13 @@ from torch import nn
 
 from hpc_rl.config.training.common import LoraConfig, ModelConfig, ModelSource, Sharding
 from hpc_rl.errors import UserError
-from hpc_rl.formats.model_kind import is_classifier
+from hpc_rl.formats.model_kind import is_classifier, refuse_without_liger
+from hpc_rl.software.installation import install_command
 from hpc_rl.training.models import lora
 from hpc_rl.training.models.attention import packed_attention
 from hpc_rl.training.models.attention.packed_batch import PackedBatch
 from hpc_rl.training.models.compute_weights import ComputeWeights
 from hpc_rl.training.models.four_bit import four_bit_weights
-from hpc_rl.training.models.liger import use_liger
 from hpc_rl.training.models.pretrained import Pretrained, from_pretrained
 from hpc_rl.training.models.recomputation import recompute
 from hpc_rl.training.models.routers import Routers, find_routers
@@ -267,3 +269,30 @@ def _idle_flops(weight: torch.Tensor, config: PretrainedConfig) -> float:
 def _flops_of(parameter: torch.Tensor) -> float:
     """Return the operations of a parameter's matrix products for one token."""
     return (6.0 if parameter.requires_grad else _FROZEN_FLOPS) * parameter.numel()
+
+
+def use_liger(hf: PreTrainedModel) -> None:
+    """Replace what the layers of a model compute norms, rotary embeddings and gated activations with.
+
+    Each is then one kernel of Liger in the forward and one in the backward pass, in place of several (Hsu et al. 2024,
+    https://arxiv.org/abs/2410.10989). Weights and their names stay as they are. Liger replaces the function of the
+    rotary embedding in the model's source, so that other models of this type in the process use it too. The classes
+    that it replaces there are restored, because its MLP has no biases.
+
+    Raises:
+        UserError: Liger is not installed, or its kernels do not compute what this model does.
+    """
+    settings = hf.config.get_text_config()
+    refuse_without_liger("model", hf.config.name_or_path, settings.to_dict())
+    try:
+        functions = importlib.import_module("liger_kernel.transformers.monkey_patch")
+    except ImportError as error:
+        raise UserError(
+            f"model.use_liger=true needs liger-kernel, which cannot be imported ({error}): {install_command('liger')}"
+        ) from error
+    replace = functions.MODEL_TYPE_TO_APPLY_LIGER_FN[settings.model_type]
+    source = sys.modules[type(hf).__module__]
+    classes = {name: value for name, value in vars(source).items() if isinstance(value, type)}
+    # Not its losses: the chunks of the LM head are our own (lm_head.py).
+    replace(rope=True, rms_norm=True, swiglu=True, cross_entropy=False, fused_linear_cross_entropy=False, model=hf)
+    vars(source).update(classes)

@@ -43,11 +43,11 @@ class ScalarModel(PackedModel):
         return head
 
     def head_name(self) -> str:
-        """See PackedModel.head_name."""
+        """Return the name of the head in transformers' model."""
         return _HEAD
 
     def float32_modules(self) -> list[nn.Module]:
-        """See PackedModel.float32_modules."""
+        """Return the head."""
         return [self.head]
 
     def forward(self, batch: PackedBatch) -> torch.Tensor:

@@ -1,8 +1,8 @@
 """Tensors that leave the device while nothing uses them, and wait in host memory (trainer.offload).
 
-    parked = Parked(tensors)              # on the device
-    parked.leave()                        # in host memory; the device memory is free
-    with parked.back():                   # on the device, until the end of the block
+    offloaded = OffloadedTensors(tensors)    # on the device
+    offloaded.leave()                        # in host memory; the device memory is free
+    with offloaded.back():                   # on the device, until the end of the block
         optimizer.step()
 
 A tensor keeps its identity: its storage on the device shrinks to nothing and grows again, so that FSDP, optimizer and
@@ -34,7 +34,7 @@ _departures: list[Any] = []
 """Events at the end of copies to the host: the device memory of what has left is free after them."""
 
 
-class Parked:
+class OffloadedTensors:
     """Some tensors that move together. Those that share a storage have to be given once.
 
     Args:
@@ -135,9 +135,9 @@ class ModelOffload:
         self._optimizer = optimizer
         # Without parts or copies, the weights may belong to an engine too.
         moves_weights = level == "all" and is_divided(model)
-        self._weights = Parked(model.parameters() if moves_weights else ())
+        self._weights = OffloadedTensors(model.parameters() if moves_weights else ())
         parts = [] if level == "none" or optimizer is None else parts_of(optimizer)
-        self._moments = [(part, Parked(moments_of(optimizer, part))) for part in parts]
+        self._moments = [(part, OffloadedTensors(moments_of(optimizer, part))) for part in parts]
         """Some parameters, and their moments."""
         if moves_weights:
             reshard(model)

@@ -9,11 +9,11 @@ import pytest
 
 from hpc_rl.errors import UserError
 from hpc_rl.rl.actors import pools
-from hpc_rl.rl.actors.pools import Node, cluster_nodes
+from hpc_rl.rl.actors.pools import ClusterNode, cluster_nodes
 
 
-def nodes_of(*sizes: tuple[int, int]) -> list[Node]:
-    return [Node(f"id{i}", f"node{i + 1}", i, gpus, cpus) for i, (gpus, cpus) in enumerate(sizes)]
+def nodes_of(*sizes: tuple[int, int]) -> list[ClusterNode]:
+    return [ClusterNode(f"id{i}", f"node{i + 1}", i, gpus, cpus) for i, (gpus, cpus) in enumerate(sizes)]
 
 
 def check(spec: dict[str, list[int]], *sizes: tuple[int, int], spread: bool = False) -> None:

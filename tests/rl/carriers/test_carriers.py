@@ -7,34 +7,34 @@ import pytest
 import torch
 from tensordict import TensorDict
 
-from hpc_rl.rl.carriers.base import AtOnce, Kept, dealt_shards
+from hpc_rl.rl.carriers.base import ColumnHandle, DirectSink, shards_of
 from hpc_rl.rl.carriers.carriers import needed_by_driver, open_carrier
 from hpc_rl.rl.carriers.queue_client import Connection
 from hpc_rl.rl.carriers.through_ray import RayCarrier
-from hpc_rl.rl.loop.dealing import Deal, deal_step
+from hpc_rl.rl.loop.assignment import Assignment, assign_responses
 from hpc_rl.rl.loop.experience import flat, jagged, jagged_rows
 from tests.rl.ppo_config import ppo_config
 
 
-def experience() -> tuple[TensorDict, Deal]:
+def experience() -> tuple[TensorDict, Assignment]:
     prompts = [np.arange(n, dtype=np.int32) for n in (3, 1, 2)]
     responses = [np.arange(n, dtype=np.int32) + 10 for n in (2, 4, 1)]
     columns = {"prompt_ids": jagged_rows(prompts), "response_ids": jagged_rows(responses)}
-    deal = deal_step(np.array([5, 5, 3]), np.array([2, 4, 1]), None, 2, 8)
-    return TensorDict(columns, batch_size=[3]), deal
+    assignment = assign_responses(np.array([5, 5, 3]), np.array([2, 4, 1]), None, 2, 8)
+    return TensorDict(columns, batch_size=[3]), assignment
 
 
 def test_calls_of_ray_contain_shards_and_columns() -> None:
-    step, deal = experience()
-    parcels = RayCarrier().shards(step, deal)
-    for parcel, expected in zip(parcels, dealt_shards(step, deal), strict=True):
+    step, assignment = experience()
+    parcels = RayCarrier().shards(step, assignment)
+    for parcel, expected in zip(parcels, shards_of(step, assignment), strict=True):
         np.testing.assert_array_equal(parcel.open().tokens, expected.tokens)
         assert parcel.open().mini_batches == expected.mini_batches
     column = jagged(torch.arange(7.0), torch.tensor([2, 4, 1]))
-    parts = [parcel.open()["advantages"] for parcel in RayCarrier().columns(deal, {"advantages": column})]
-    np.testing.assert_array_equal(deal.join(parts), np.arange(7.0))
-    assert RayCarrier().kept(deal, torch.tensor([2, 4, 1])) is None
-    np.testing.assert_array_equal(AtOnce().send(parts[0]), parts[0])
+    parts = [parcel.open()["advantages"] for parcel in RayCarrier().columns(assignment, {"advantages": column})]
+    np.testing.assert_array_equal(assignment.join(parts), np.arange(7.0))
+    assert RayCarrier().kept(assignment, torch.tensor([2, 4, 1])) is None
+    np.testing.assert_array_equal(DirectSink().send(parts[0]), parts[0])
 
 
 @pytest.mark.parametrize(
@@ -58,8 +58,8 @@ def test_without_the_option_ray_carries() -> None:
 
 def test_a_column_that_stays_with_the_carrier_cannot_be_read() -> None:
     step, _ = experience()
-    step["old_logprobs"] = Kept("kept-1")
-    assert step["old_logprobs"] == pickle.loads(pickle.dumps(Kept("kept-1")))
+    step["old_logprobs"] = ColumnHandle("kept-1")
+    assert step["old_logprobs"] == pickle.loads(pickle.dumps(ColumnHandle("kept-1")))
     with pytest.raises(AttributeError, match="stays with the carrier: add the column to `needed_by_driver`"):
         flat(step, "old_logprobs")
 

@@ -14,7 +14,7 @@ from hpc_rl.errors import RunError
 from hpc_rl.rl.converse.loop_thread import LoopThread
 from hpc_rl.rl.converse.turns import TurnRequests
 from hpc_rl.rl.rollout.engine import Completion, Request, Sampling
-from hpc_rl.rl.rollout.request_queue import Asked
+from hpc_rl.rl.rollout.request_queue import QueuedResponses
 from hpc_rl.rl.rollout.respondent import Samplings
 
 PROMPT = Prompt(np.arange(3, dtype=np.int32), None, {}, "")
@@ -26,12 +26,12 @@ class Queue:
     """A RequestQueue whose completions have the seed of the request; the latest request is completed first."""
 
     def __init__(self) -> None:
-        self._open: list[tuple[Asked, Request]] = []
+        self._open: list[tuple[QueuedResponses, Request]] = []
         self._asked = 0
 
-    def ask(self, prompt: Prompt, draws: Samplings, wave: int, engine: int | None) -> Asked:
+    def ask(self, prompt: Prompt, draws: Samplings, wave: int, engine: int | None) -> QueuedResponses:
         first, self._asked = self._asked, self._asked + len(draws)
-        asked = Asked([Request(first + index, prompt.token_ids, *draw) for index, draw in enumerate(draws)])
+        asked = QueuedResponses([Request(first + index, prompt.token_ids, *draw) for index, draw in enumerate(draws)])
         self._open += [(asked, request) for request in asked.requests]
         return asked
 

@@ -23,7 +23,7 @@ from hpc_rl.environments.protocol import Outcome
 from hpc_rl.errors import RunError, UserError
 from hpc_rl.rewards.scorer import Scores
 from hpc_rl.rl.converse.transcripts import Conversed
-from hpc_rl.rl.generation.plan import Block, Source, blocks_of, make_plan, seeds_of
+from hpc_rl.rl.generation.plan import Block, PromptFile, blocks_of, make_plan, seeds_of
 from hpc_rl.rl.generation.responses import Parts, finish_of, read_responses, response_rows
 from hpc_rl.rl.generation.setup import described_engine
 from hpc_rl.rl.rollout.engine import Completion
@@ -46,8 +46,8 @@ def prompt(number: int, **row: Any) -> Prompt:
     return Prompt(ids, str(number), {"q": f"{number}?", "a": str(number), "more": number, **row}, f"<{number}?>")
 
 
-def sources(*sizes: int) -> list[Source]:
-    return [Source(f"{name}.jsonl", [prompt(i) for i in range(size)]) for name, size in zip("abc", sizes, strict=False)]
+def sources(*sizes: int) -> list[PromptFile]:
+    return [PromptFile(f"{c}.jsonl", [prompt(i) for i in range(size)]) for c, size in zip("abc", sizes, strict=False)]
 
 
 @given(st.lists(st.integers(1, 7), min_size=1, max_size=3), st.integers(1, 5), st.integers(1, 12))
@@ -56,9 +56,9 @@ def test_blocks_hold_every_prompt_once_and_in_order(sizes: list[int], n: int, se
     plan = make_plan(BASE.updated("rollout.n", n).updated("rollout.max_num_seqs", seqs), given_sources, "hf")
     blocks = blocks_of(plan, given_sources)
     assert [block.number for block in blocks] == list(range(plan.blocks))
-    places = [(asked.source, asked.index) for block in blocks for asked in block.asked]
+    places = [(asked.source, asked.index) for block in blocks for asked in block.prompts]
     assert places == [(source.name, i) for source in given_sources for i in range(len(source.prompts))]
-    assert {len(block.asked) for block in blocks[:-1]} <= {plan.block_prompts}
+    assert {len(block.prompts) for block in blocks[:-1]} <= {plan.block_prompts}
     assert n * (plan.block_prompts - 1) < seqs <= n * plan.block_prompts
 
 
@@ -81,7 +81,7 @@ def completions(count: int) -> list[Completion]:
 
 def test_rows_have_fixed_names_and_the_other_columns_of_the_data() -> None:
     given_config = config("rollout.n=2", "rollout.logprobs=true")
-    given_sources = [Source("a.jsonl", [prompt(4, score="theirs")])]
+    given_sources = [PromptFile("a.jsonl", [prompt(4, score="theirs")])]
     (block,) = blocks_of(make_plan(given_config, given_sources, "hf"), given_sources)
     scores = Scores(np.array([0.5, np.nan], np.float32), [(1, "failed")])
     first, second = response_rows(block, completions(2), ["x", "y"], scores, given_config.data, logprobs=True)
@@ -107,7 +107,7 @@ def test_rows_have_fixed_names_and_the_other_columns_of_the_data() -> None:
 
 def test_rows_of_conversations_have_the_messages_and_what_the_model_sampled() -> None:
     given_config = config("rollout.logprobs=true", "environment.tools=[python]")
-    given_sources = [Source("a.jsonl", [prompt(4)])]
+    given_sources = [PromptFile("a.jsonl", [prompt(4)])]
     (block,) = blocks_of(make_plan(given_config, given_sources, "hf"), given_sources)
     mask = np.array([True, False, False, True])
     logprobs = np.array([-0.5, -9, -9, -1.25], np.float32)
@@ -136,7 +136,7 @@ def test_responses_depend_on_the_server_of_others() -> None:
 
 
 def rows(block: Block) -> list[dict[str, Any]]:
-    return [{"index": asked.index} for asked in block.asked]
+    return [{"index": asked.index} for asked in block.prompts]
 
 
 def test_blocks_are_joined_in_the_order_of_the_data(tmp_path: Path) -> None:
@@ -178,9 +178,9 @@ def test_blocks_of_another_plan_are_refused(tmp_path: Path, override: str, chang
     with pytest.raises(UserError, match=rf"generated with other settings \(.*{changed}.* changed\)"):
         Parts(run, make_plan(config(*settings, override), sources(5), "hf"))
     with pytest.raises(UserError, match="digest"):
-        Parts(run, make_plan(config(*settings), [Source("a.jsonl", [prompt(i + 1) for i in range(5)])], "hf"))
+        Parts(run, make_plan(config(*settings), [PromptFile("a.jsonl", [prompt(i + 1) for i in range(5)])], "hf"))
     with pytest.raises(UserError, match="digest"):
-        Parts(run, make_plan(config(*settings), [Source("a.jsonl", [prompt(i, a="0") for i in range(5)])], "hf"))
+        Parts(run, make_plan(config(*settings), [PromptFile("a.jsonl", [prompt(i, a="0") for i in range(5)])], "hf"))
     assert json.loads((run.response_parts / "plan.json").read_text())["n"] == 2
 
 

@@ -26,7 +26,7 @@ from hpc_rl.rl.loop.draws import Batch, joined_scores, part_of
 from hpc_rl.rl.loop.scoring import ModelScoring, NoBatchError
 from hpc_rl.rl.loop.trainer import greedy_scores
 from hpc_rl.rl.rollout.engine import Completion, Request, Sampling
-from hpc_rl.rl.rollout.request_queue import Asked
+from hpc_rl.rl.rollout.request_queue import QueuedResponses
 from tests.rl.ppo_config import ppo_config
 
 PROMPTS = [Prompt(np.array([i], np.int32), str(i), {}, f"prompt {i}") for i in range(10)]
@@ -41,14 +41,14 @@ class Queue:
         self.asked: list[tuple[int, list[int], list[Sampling], int]] = []
         """Prompt, seeds, samplings and wave of each group."""
         self.is_paused = True
-        self._open: list[tuple[Asked, Request]] = []
+        self._open: list[tuple[QueuedResponses, Request]] = []
         self._random = random.Random(order)
 
-    def ask(self, prompt: Prompt, draws: Sequence[tuple[int, Sampling]], wave: int = 0) -> Asked:
+    def ask(self, prompt: Prompt, draws: Sequence[tuple[int, Sampling]], wave: int = 0) -> QueuedResponses:
         self.asked.append(
             (int(prompt.token_ids[0]), [seed for seed, _ in draws], [sampling for _, sampling in draws], wave)
         )
-        asked = Asked([Request(number, prompt.token_ids, *draw) for number, draw in enumerate(draws)])
+        asked = QueuedResponses([Request(number, prompt.token_ids, *draw) for number, draw in enumerate(draws)])
         self._open += [(asked, request) for request in asked.requests]
         return asked
 
@@ -58,7 +58,7 @@ class Queue:
         token = request.seed % 10 if request.sampling.temperature else 5
         asked.found[request.number] = Completion(np.array([token], np.int32), np.zeros(1, np.float32), True)
 
-    def wait(self, asked: Sequence[Asked]) -> None:
+    def wait(self, asked: Sequence[QueuedResponses]) -> None:
         while not all(one.is_complete for one in asked):
             self.turn(1.0)
 

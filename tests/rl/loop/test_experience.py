@@ -9,7 +9,7 @@ from tensordict import TensorDict
 
 from hpc_rl.config.rl.ppo import ActorConfig
 from hpc_rl.rl.loop import experience as columns
-from hpc_rl.rl.loop.dealing import mini_batches
+from hpc_rl.rl.loop.assignment import mini_batches
 from hpc_rl.rl.rollout.engine import Completion
 from tests.rl.ppo_config import ppo_config
 

@@ -123,7 +123,7 @@ def test_prompts_of_files_with_weights(tmp_path: Path, capsys: pytest.CaptureFix
         config = ppo_config(mixed, *overrides)
         computed = ComputedColumns({}, 0, 1)
         found: Any = setup.open_batches(config, train, none, none, none, Position(), 0, 4, None, computed, mixture)
-        order = found._draws._desk.order
+        order = found._draws._order
         drawn = [next(order)[0] for _ in range(16)]
         assert drawn == [index for epoch in (0, 1) for index in mixture.order(config.trainer.seed, epoch, True)]
         of_a = [index for index in drawn if index > 1]

@@ -15,10 +15,10 @@ from hpc_rl.data.order import Position
 from hpc_rl.data.prompts import Prompt
 from hpc_rl.rewards.scorer import Scores
 from hpc_rl.rl.actors.calls import Pending
-from hpc_rl.rl.loop.draws import Desk, Draws, prompt_order
+from hpc_rl.rl.loop.draws import Draws, prompt_order
 from hpc_rl.rl.loop.staleness import batches_ahead, staleness_metrics, token_ages
 from hpc_rl.rl.rollout.engine import Completion, Request, Sampling, Span
-from hpc_rl.rl.rollout.request_queue import Asked
+from hpc_rl.rl.rollout.request_queue import QueuedResponses
 from tests.rl.ppo_config import STALE, ppo_config
 
 SIZE, N = 4, 2
@@ -61,10 +61,10 @@ class Engines:
 
     def __init__(self, version: int) -> None:
         self.version = version
-        self.open: list[tuple[Asked, Request, int]] = []
+        self.open: list[tuple[QueuedResponses, Request, int]] = []
 
-    def ask(self, prompt: Prompt, draws: Sequence[tuple[int, Sampling]], wave: int = 0) -> Asked:
-        asked = Asked([Request(number, prompt.token_ids, *draw) for number, draw in enumerate(draws)])
+    def ask(self, prompt: Prompt, draws: Sequence[tuple[int, Sampling]], wave: int = 0) -> QueuedResponses:
+        asked = QueuedResponses([Request(number, prompt.token_ids, *draw) for number, draw in enumerate(draws)])
         self.open += [(asked, request, self.version) for request in asked.requests]
         return asked
 
@@ -96,8 +96,8 @@ class Run:
 
     def __init__(self, config: PpoConfig, at_once: bool, total: int, start: Position, step: int) -> None:
         self.engines, self.scoring = Engines(step), Scoring(at_once)
-        desk = Desk(config, PROMPTS, self.engines, self.scoring, prompt_order(config, len(PROMPTS), start))  # type: ignore[arg-type]
-        self.draws = Draws(desk)
+        order = prompt_order(config, len(PROMPTS), start)
+        self.draws = Draws(config, PROMPTS, self.engines, self.scoring, order)  # type: ignore[arg-type]
         self.staleness, self.total = config.rollout.staleness, total
         self.position = self.saved = start
         self.trained = self.taken = step

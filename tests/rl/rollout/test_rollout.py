@@ -14,8 +14,8 @@ from hpc_rl.config.rl.ppo import PpoConfig
 from hpc_rl.config.training.common import LoraConfig
 from hpc_rl.errors import RunError, UserError
 from hpc_rl.rl.actors.calls import ActorCall, Pending
-from hpc_rl.rl.actors.fates import ActorDiedError
-from hpc_rl.rl.actors.pools import Node, Pool, Slot
+from hpc_rl.rl.actors.deaths import ActorDiedError
+from hpc_rl.rl.actors.pools import ClusterNode, Pool, Slot
 from hpc_rl.rl.rollout import request_queue, rollout
 from hpc_rl.rl.rollout.engine import Placement
 from hpc_rl.rl.rollout.rollout import InProcessRollout, SeparateRollout, engine_slots
@@ -47,7 +47,7 @@ def pool(*sizes: int) -> Pool:
     """Each entry is a placement group on a node of its own."""
     slots: list[Slot] = []
     for entry, size in enumerate(sizes):
-        node = Node(f"id{entry}", f"gpu{entry}", entry, size, size)
+        node = ClusterNode(f"id{entry}", f"gpu{entry}", entry, size, size)
         group: Any = SimpleNamespace(id=entry)
         slots += [Slot(len(slots) + bundle, node, group, bundle) for bundle in range(size)]
     return Pool("engines", slots)

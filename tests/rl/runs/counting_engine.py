@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from hpc_rl.errors import UserError
-from hpc_rl.rl.rollout.engine import Completion, Progress, Request, Span
+from hpc_rl.rl.rollout.engine import Completion, Request, SliceResult, Span
 
 HANGS, DIES, REFUSES = 1001, 1002, 1003
 """Seeds of requests with which the first engine in its place hangs, an engine dies, or it reports a mistake."""
@@ -38,7 +38,7 @@ class CountingEngine:
     def pid(self) -> int:
         return os.getpid()
 
-    def advance(self, requests: Sequence[Request], slice_s: float, version: int) -> Progress:
+    def advance(self, requests: Sequence[Request], slice_s: float, version: int) -> SliceResult:
         """Complete the requests whose seed is not larger than the calls since they arrived."""
         self.calls += 1
         for request in requests:
@@ -58,4 +58,4 @@ class CountingEngine:
             request, _ = self._left.pop(number)
             token = np.array([request.seed], np.int32)
             completed.append((number, Completion(token, np.zeros(1, np.float32), True, (Span(version, 1),))))
-        return Progress(completed, 0.5)
+        return SliceResult(completed, 0.5)

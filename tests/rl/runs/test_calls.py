@@ -15,7 +15,7 @@ from ray.exceptions import RayTaskError
 from hpc_rl.errors import RunError, UserError
 from hpc_rl.rl.actors import calls as calls_module
 from hpc_rl.rl.actors.calls import ActorCall, Pending, wait_for_all
-from hpc_rl.rl.actors.fates import Actor
+from hpc_rl.rl.actors.deaths import ActorLabel
 from tests.rl.runs.jobs import TIMEOUT_S
 from tests.rl.runs.member import Member
 
@@ -30,7 +30,7 @@ def members(cluster: None) -> list[Any]:
 
 def called(members: list[Any], method: str, *arguments: Any) -> list[ActorCall]:
     return [
-        ActorCall(getattr(member, method).remote(*arguments), Actor(f"rank {i} of pool test", "worker"))
+        ActorCall(getattr(member, method).remote(*arguments), ActorLabel(f"rank {i} of pool test", "worker"))
         for i, member in enumerate(members)
     ]
 
@@ -40,7 +40,7 @@ def kill(pid: int) -> None:
 
 
 def test_results_are_in_order_and_combined(members: list[Any]) -> None:
-    calls = [ActorCall(members[i % 2].give.remote(i), Actor("somebody", "worker")) for i in range(6)]
+    calls = [ActorCall(members[i % 2].give.remote(i), ActorLabel("somebody", "worker")) for i in range(6)]
     assert Pending.of_calls(calls).wait(TIMEOUT_S) == [0, 1, 2, 3, 4, 5]
     assert Pending.of_calls(called(members, "give", 4)).then(sum).wait(TIMEOUT_S) == 8
 
@@ -61,7 +61,7 @@ def test_a_bug_keeps_its_traceback(members: list[Any]) -> None:
 def test_an_actor_that_is_silent_is_named(members: list[Any]) -> None:
     calls = [
         *called(members[:1], "give", 1),
-        ActorCall(members[1].work.remote(), Actor("rank 1 of pool test", "worker")),
+        ActorCall(members[1].work.remote(), ActorLabel("rank 1 of pool test", "worker")),
     ]
     with pytest.raises(RunError, match=r"^no answer within 1 s from rank 1 of pool test$"):
         Pending.of_calls(calls).wait(1)
@@ -73,7 +73,8 @@ def test_a_long_wait_shows_how_many_are_ready(
     monkeypatch.setattr(calls_module, "PROGRESS_S", 0.2)
     quick = Pending.of_calls(called(members[:1], "give", 1))
     assert quick.wait(TIMEOUT_S) == [1]
-    slow = Pending.of_calls([ActorCall(members[1].work.remote(), Actor("rank 1 of pool test", "worker"))]).then(sum)
+    label = ActorLabel("rank 1 of pool test", "worker")
+    slow = Pending.of_calls([ActorCall(members[1].work.remote(), label)]).then(sum)
     with pytest.raises(RunError, match=r"^no answer within 1 s \(trainer.limit\) from rank 1 of pool test$"):
         wait_for_all([quick, slow], "models", "trainer.limit", 1)
     assert capsys.readouterr().out.startswith("waiting for the models: 1 of 2 ready, 0 s\n")
@@ -105,7 +106,7 @@ def test_an_actor_that_ends_by_itself_is_not_called_killed(
     log = tmp_path / "node0-rank0.log"
     member = ray.remote(num_cpus=0)(Member).remote()
     ray.get(member.log_to.remote(log), timeout=TIMEOUT_S)
-    actor = Actor("rank 0", "worker", tmp_path / "node*-rank0.log" if how == "crash" else None)
+    actor = ActorLabel("rank 0", "worker", tmp_path / "node*-rank0.log" if how == "crash" else None)
     with pytest.raises(RunError) as found:
         Pending.of_calls([ActorCall(getattr(member, how).remote(), actor)]).wait(TIMEOUT_S)
     assert (str(found.value), found.value.exit_code) == (said.format(tmp_path), code)
@@ -114,8 +115,8 @@ def test_an_actor_that_ends_by_itself_is_not_called_killed(
 def test_the_actor_that_died_is_named_though_another_fails_first(members: list[Any]) -> None:
     pid = ray.get(members[1].pid.remote(), timeout=TIMEOUT_S)
     calls = [
-        ActorCall(members[0].work_with.remote(pid), Actor("rank 0 of pool test", "worker")),
-        ActorCall(members[1].work.remote(), Actor("rank 1 of pool test", "worker")),
+        ActorCall(members[0].work_with.remote(pid), ActorLabel("rank 0 of pool test", "worker")),
+        ActorCall(members[1].work.remote(), ActorLabel("rank 1 of pool test", "worker")),
     ]
     kill(pid)
     with pytest.raises(RunError, match=r"^rank 1 of pool test died"):

@@ -16,7 +16,7 @@ from hpc_rl.environments.pool import Conversation
 from hpc_rl.environments.requests import Wanted
 from hpc_rl.environments.tool_calls import Call
 from hpc_rl.errors import RunError, UserError
-from hpc_rl.rl.actors.pools import Node, cluster_nodes
+from hpc_rl.rl.actors.pools import ClusterNode, cluster_nodes
 from hpc_rl.rl.converse import environment_hosts
 from hpc_rl.rl.converse.environment_hosts import EnvironmentFleet, nodes_of_job, open_environments
 from tests.environments.test_pool import OWN
@@ -182,7 +182,7 @@ def test_a_job_of_one_node_needs_no_actor(cluster: None, tmp_path: Path, monkeyp
     config = ppo_config(f"environment.name={tmp_path}/own.py:Own", "environment.workers=1")
     (own,) = nodes_of_job(3)
     assert own.id == ray.get_runtime_context().get_node_id() and nodes_of_job(0) == []
-    far = Node("far", "far", 1, 0, 1)
+    far = ClusterNode("far", "far", 1, 0, 1)
     monkeypatch.setattr(environment_hosts, "cluster_nodes", lambda: [far, own, far])
     assert nodes_of_job(2) == [own, far]
     monkeypatch.setattr(environment_hosts, "cluster_nodes", lambda: [own, own, own])

@@ -15,9 +15,9 @@ from ray.exceptions import RayActorError, RayTaskError
 from hpc_rl.data.prompts import Prompt
 from hpc_rl.errors import RunError, UserError
 from hpc_rl.rl.actors.calls import ActorCall
-from hpc_rl.rl.actors.fates import Actor, ActorDiedError
+from hpc_rl.rl.actors.deaths import ActorDiedError, ActorLabel
 from hpc_rl.rl.rollout.engine import Sampling, Span
-from hpc_rl.rl.rollout.request_queue import CALLS_AHEAD, Asked, RequestQueue
+from hpc_rl.rl.rollout.request_queue import CALLS_AHEAD, QueuedResponses, RequestQueue
 from hpc_rl.rl.rollout.rollout import MOST_DEATHS
 from hpc_rl.rl.weights.base import EngineActors
 from tests.marks import long
@@ -35,7 +35,7 @@ class Engines:
     """
 
     def __init__(self, count: int, starts: str = "") -> None:
-        self.names = [Actor(f"engine {index}", "engine") for index in range(count)]
+        self.names = [ActorLabel(f"engine {index}", "engine") for index in range(count)]
         self.actors = EngineActors([self.new(is_first=True) for _ in range(count)], self.names, [""] * count, TIMEOUT_S)
         self._starts = starts
         self.deaths: list[int] = []
@@ -61,11 +61,11 @@ def queue_of(
     return RequestQueue(engines.actors, places, stall_s, start_s, engines.replace, **more)
 
 
-def ask(queue: RequestQueue, *seeds: int) -> Asked:
+def ask(queue: RequestQueue, *seeds: int) -> QueuedResponses:
     return queue.ask(PROMPT, [(seed, Sampling(4)) for seed in seeds])
 
 
-def tokens(asked: Sequence[Asked]) -> list[list[int]]:
+def tokens(asked: Sequence[QueuedResponses]) -> list[list[int]]:
     return [[int(completion.token_ids[0]) for completion in one.completions()] for one in asked]
 
 

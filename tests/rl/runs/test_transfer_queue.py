@@ -14,7 +14,7 @@ import ray
 
 from hpc_rl.errors import RunError
 from hpc_rl.rl.actors.calls import Pending
-from hpc_rl.rl.actors.fates import ActorDiedError
+from hpc_rl.rl.actors.deaths import ActorDiedError
 from hpc_rl.rl.loop import trainer
 from tests.marks import long
 from tests.rl.runs.jobs import Runs, metrics, stop_after

@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from hpc_rl.errors import RunError, UserError
-from hpc_rl.rl.actors.fates import Actor
+from hpc_rl.rl.actors.deaths import ActorLabel
 from hpc_rl.rl.weights.base import EngineActors, WeightSource
 from hpc_rl.rl.weights.transfers import open_sender
 from hpc_rl.training.parallel.distributed import World
@@ -48,7 +48,7 @@ class Layout:
         """Return these engines."""
         first = [self.trainers + engine * self.parallel for engine in chosen]
         actors = [EngineHandle(self.folder, tuple(range(start, start + self.parallel))) for start in first]
-        names = [Actor(f"engine {engine}", "engine") for engine in chosen]
+        names = [ActorLabel(f"engine {engine}", "engine") for engine in chosen]
         return EngineActors(actors, names, ["node"] * len(actors), TIMEOUT_S, self.parallel)
 
     @property

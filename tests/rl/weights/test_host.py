@@ -16,7 +16,7 @@ from torch.distributed.fsdp import fully_shard
 
 from hpc_rl.errors import UserError
 from hpc_rl.rl.actors.cluster import start_ray
-from hpc_rl.rl.actors.fates import Actor
+from hpc_rl.rl.actors.deaths import ActorLabel
 from hpc_rl.rl.weights.base import BucketReceiver, EngineActors, WeightSource
 from hpc_rl.rl.weights.host import HostSender, assign_engines
 from hpc_rl.training.parallel import distributed
@@ -122,7 +122,7 @@ class Trainer:
         if ranks == 2:
             fully_shard(self.model)
         self.source = LoggedSource(self.model, dtype)
-        named = EngineActors(engines, [Actor("first", "engine"), Actor("second", "engine")], nodes, TIMEOUT_S)
+        named = EngineActors(engines, [ActorLabel("first", "engine"), ActorLabel("second", "engine")], nodes, TIMEOUT_S)
         self.sender = HostSender(self.source, named, world, BUCKET_BYTES)
 
     def send(self) -> None:
@@ -232,7 +232,7 @@ def test_an_engines_error_reaches_the_trainer(setting: Setting) -> None:
 def test_each_engine_has_different_ranks(setting: Setting) -> None:
     """vLLM passes the rank of the first engine's first worker."""
     nodes = [ray.get_runtime_context().get_node_id()] * 2
-    names = [Actor("first", "engine"), Actor("second", "engine")]
+    names = [ActorLabel("first", "engine"), ActorLabel("second", "engine")]
     engines = EngineActors(setting.engines, names, nodes, TIMEOUT_S, workers_each=3)
     engines.init_weight_transfer_engine({"rank_offset": 1, "master_port": 5})
     assert setting.engine_calls("init_info") == [

@@ -19,9 +19,9 @@ from hpc_rl.rl.rollout.engine import Completion
 from hpc_rl.rl.workers.actor import Actor
 from hpc_rl.rl.workers.critic import Critic
 from hpc_rl.rl.workers.group import _joining
-from hpc_rl.rl.workers.held import hold
 from hpc_rl.rl.workers.learner import Learner, Parts
-from hpc_rl.rl.workers.logprobs import held_logprobs
+from hpc_rl.rl.workers.logprobs import shard_logprobs
+from hpc_rl.rl.workers.packed_shard import pack_shard
 from hpc_rl.training.models.causal_lm import CausalLM
 from hpc_rl.training.parallel.distributed import World
 from tests.helpers import make_tiny_model
@@ -96,13 +96,13 @@ def trained(
     """The gradients that the ranks add up to, and the sums of the metrics."""
     ranks, micro_tokens = SPLITS[split]
     group, shards = group_of(experience, micro_tokens, ranks)
-    deal, _ = group._dealt
+    assignment, _ = group._assigned
     parts: Parts = {}
     for rank, shard in enumerate(shards):
-        own_parts = {name: deal.split(one.values().numpy())[rank] for name, one in token_columns.items()}
+        own_parts = {name: assignment.split(one.values().numpy())[rank] for name, one in token_columns.items()}
         none = np.zeros(0, np.float32)
         mine = {name: torch.from_numpy(np.concatenate([none, *own])) for name, own in own_parts.items()}
-        for micro in hold(shard, ALONE.device).micro_batches():
+        for micro in pack_shard(shard, ALONE.device).micro_batches():
             here = {name: column[micro.tokens] for name, column in mine.items()}
             learner.loss(micro, here, parts).backward()
     found = {name: p.grad.clone() for name, p in learner.model.hf.named_parameters() if p.grad is not None}
@@ -261,8 +261,8 @@ def found_logprobs(policy: CausalLM, experience: TensorDict, split: str) -> NDAr
     """A token column, flat, as the ranks of `split` compute it."""
     ranks, micro_tokens = SPLITS[split]
     group, shards = group_of(experience, micro_tokens, ranks)
-    parts = [held_logprobs(policy, hold(shard, ALONE.device), TEMPERATURE) for shard in shards]
-    column = _joining(*group._dealt)(parts)
+    parts = [shard_logprobs(policy, pack_shard(shard, ALONE.device), TEMPERATURE) for shard in shards]
+    column = _joining(*group._assigned)(parts)
     assert torch.equal(column.offsets(), experience["rollout_logprobs"].offsets())
     found: NDArray[np.float32] = column.values().numpy()
     return found

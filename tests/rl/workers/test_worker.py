@@ -7,7 +7,7 @@ import pytest
 
 from hpc_rl.config.rl.pools import Role
 from hpc_rl.rl.actors import process
-from hpc_rl.rl.carriers.base import AtOnce
+from hpc_rl.rl.carriers.base import DirectSink
 from hpc_rl.rl.workers.worker import MODELS, Worker
 from tests.rl.ppo_config import ppo_config
 
@@ -25,7 +25,7 @@ def test_every_role_is_a_model_or_an_engine() -> None:
 def test_a_call_that_needs_a_missing_part_names_it(worker: Worker) -> None:
     message = "rank 1 of pool train has no {}: its roles are actor, ref, and it has nothing so far"
     calls = {
-        "critic": lambda: worker.values(AtOnce()),
+        "critic": lambda: worker.values(DirectSink()),
         "reward": lambda: worker.reward_scores(None),  # type: ignore[arg-type]
         "rollout": lambda: worker.advance([], 1.0, 0),
         "sender": worker.send_weights,

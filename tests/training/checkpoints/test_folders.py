@@ -97,13 +97,13 @@ def test_a_problem_names_the_file(tmp_path: Path) -> None:
 
 def test_each_file_is_read_by_one_rank_and_if_possible_by_the_one_that_wrote_it() -> None:
     sums = {name: checksums.Checksum(1, 1) for name in ("__0_0.distcp", "__1_0.distcp", "__2_0.distcp", ".metadata")}
-    assert [list(folders.dealt(sums, rank, 3)) for rank in range(3)] == [
+    assert [list(folders.files_of_rank(sums, rank, 3)) for rank in range(3)] == [
         ["__0_0.distcp", ".metadata"],
         ["__1_0.distcp"],
         ["__2_0.distcp"],
     ]
     for ranks in (1, 2, 5):
-        read = [name for rank in range(ranks) for name in folders.dealt(sums, rank, ranks)]
+        read = [name for rank in range(ranks) for name in folders.files_of_rank(sums, rank, ranks)]
         assert sorted(read) == sorted(sums)
 
 

@@ -10,7 +10,7 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from hpc_rl.training.models.attention import cpu_attention, exact_attention, packed_attention
-from hpc_rl.training.models.attention.exact_attention import SCORE_BYTES, Scoring
+from hpc_rl.training.models.attention.exact_attention import SCORE_BYTES, SoftmaxOptions
 from hpc_rl.training.models.attention.packed_attention import SampleBounds
 
 LENGTHS = (3, 1, 7, 4)
@@ -49,7 +49,7 @@ def test_samples_equal_attention_of_each_alone(kernel: str, scale: float | None,
     if kernel == "cpu":
         out = cpu_attention.attend(*tensors, BORDERS, scale, window)
     elif kernel == "exact":
-        out = exact_attention.attend(*tensors, BORDERS, Scoring(scale, window))
+        out = exact_attention.attend(*tensors, BORDERS, SoftmaxOptions(scale, window))
     else:
         out = packed_attention._per_sample(*tensors, SampleBounds(LENGTHS, BORDERS.int()), scale, window)
     expected = with_gradients(by_torch(*tensors, scale, window), tensors)
@@ -86,19 +86,20 @@ def test_exact_gradients_equal_differences(
 
     def attend(query: Any, key: Any, value: Any, sinks_H: Any) -> torch.Tensor:
         torch.manual_seed(7)  # each call drops the same weights
-        return exact_attention.attend(query, key, value, BORDERS, Scoring(0.9, window, softcap, sinks_H), dropout)
+        softmax = SoftmaxOptions(0.9, window, softcap, sinks_H)
+        return exact_attention.attend(query, key, value, BORDERS, softmax, dropout)
 
     assert torch.autograd.gradcheck(attend, (query, key, value, sinks_H), fast_mode=True)
 
 
 def test_dropout_keeps_the_mean_and_follows_torchs_seed() -> None:
     query, key, value = (x.detach() for x in inputs())
-    scoring = Scoring()
-    exact = exact_attention.attend(query, key, value, BORDERS, scoring)
+    softmax = SoftmaxOptions()
+    exact = exact_attention.attend(query, key, value, BORDERS, softmax)
     torch.manual_seed(1)
-    drawn = [exact_attention.attend(query, key, value, BORDERS, scoring, 0.25) for _ in range(4000)]
+    drawn = [exact_attention.attend(query, key, value, BORDERS, softmax, 0.25) for _ in range(4000)]
     torch.manual_seed(1)
-    assert torch.equal(exact_attention.attend(query, key, value, BORDERS, scoring, 0.25), drawn[0])
+    assert torch.equal(exact_attention.attend(query, key, value, BORDERS, softmax, 0.25), drawn[0])
     assert not torch.equal(drawn[0], drawn[1])
     first = torch.stack(drawn)[:, 0, 0]  # the first token attends to itself only: 0, or its value / 0.75
     kept = (first != 0).all(dim=2)

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from hpc_rl.training.parallel import offload as module
-from hpc_rl.training.parallel.offload import ModelOffload, Parked, moments_of, parts_of
+from hpc_rl.training.parallel.offload import ModelOffload, OffloadedTensors, moments_of, parts_of
 
 
 def bytes_of(*tensors: torch.Tensor) -> list[int]:
@@ -19,86 +19,86 @@ def bytes_of(*tensors: torch.Tensor) -> list[int]:
 def test_tensors_come_back_as_they_were() -> None:
     tensors = [torch.arange(6.0).view(2, 3), torch.ones(5, dtype=torch.bfloat16), torch.zeros(0)]
     before = [tensor.clone() for tensor in tensors]
-    parked = Parked(tensors)
-    assert (parked.nbytes, parked.is_away) == (6 * 4 + 5 * 2, False)
-    parked.leave()
-    assert (bytes_of(*tensors), parked.is_away) == ([0, 0, 0], True)
-    parked.leave()
-    parked.come_back()
-    assert (bytes_of(*tensors), parked.is_away) == ([24, 10, 0], False)
+    offloaded = OffloadedTensors(tensors)
+    assert (offloaded.nbytes, offloaded.is_away) == (6 * 4 + 5 * 2, False)
+    offloaded.leave()
+    assert (bytes_of(*tensors), offloaded.is_away) == ([0, 0, 0], True)
+    offloaded.leave()
+    offloaded.come_back()
+    assert (bytes_of(*tensors), offloaded.is_away) == ([24, 10, 0], False)
     for tensor, expected in zip(tensors, before, strict=True):
         assert torch.equal(tensor, expected)
-    parked.come_back()
+    offloaded.come_back()
 
 
 def test_changes_are_kept() -> None:
     tensor = torch.ones(3)
-    parked = Parked([tensor])
-    parked.leave()
-    with parked.back():
+    offloaded = OffloadedTensors([tensor])
+    offloaded.leave()
+    with offloaded.back():
         tensor.add_(1)
-    assert parked.is_away
-    with parked.back(changed=False):
+    assert offloaded.is_away
+    with offloaded.back(changed=False):
         assert tensor.tolist() == [2, 2, 2]
-    with parked.back(), parked.back():
+    with offloaded.back(), offloaded.back():
         tensor.add_(1)
-    parked.come_back()
+    offloaded.come_back()
     assert tensor.tolist() == [3, 3, 3]
 
 
 def test_unchanged_tensors_are_not_copied_again() -> None:
     tensor = torch.ones(3)
-    parked = Parked([tensor])
-    parked.leave()
-    with parked.back(changed=False):
+    offloaded = OffloadedTensors([tensor])
+    offloaded.leave()
+    with offloaded.back(changed=False):
         tensor.add_(1)  # a change that was denied is lost
-    parked.come_back()
+    offloaded.come_back()
     assert tensor.tolist() == [1, 1, 1]
 
 
 def test_the_first_copy_is_always_made() -> None:
     tensor = torch.ones(3)
-    parked = Parked([tensor])
-    parked.leave(changed=False)
-    parked.come_back()
+    offloaded = OffloadedTensors([tensor])
+    offloaded.leave(changed=False)
+    offloaded.come_back()
     assert tensor.tolist() == [1, 1, 1]
 
 
 def test_an_error_in_a_block_leaves_nothing_on_the_device() -> None:
     tensor = torch.ones(3)
-    parked = Parked([tensor])
-    parked.leave()
-    with pytest.raises(ValueError, match="no"), parked.back():
+    offloaded = OffloadedTensors([tensor])
+    offloaded.leave()
+    with pytest.raises(ValueError, match="no"), offloaded.back():
         raise ValueError("no")
     assert bytes_of(tensor) == [0]
 
 
 def test_tensors_on_the_device_stay_there() -> None:
     tensor = torch.ones(3)
-    parked = Parked([tensor])
-    with parked.back():
+    offloaded = OffloadedTensors([tensor])
+    with offloaded.back():
         pass
-    assert not parked.is_away
+    assert not offloaded.is_away
 
 
 def test_copies_share_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "OFFLOAD_BYTES", 256)
     sizes = (16, 17, 1, 0, 100, 3)
     tensors = [torch.arange(float(size)) for size in sizes]
-    parked = Parked(tensors)
-    parked.leave()
-    assert list(dict.fromkeys(bytes_of(*parked._copies))) == [64 + 128 + 64, 448, 64]
-    assert all(copy.storage_offset() * 4 % 64 == 0 for copy in parked._copies)
-    parked.come_back()
+    offloaded = OffloadedTensors(tensors)
+    offloaded.leave()
+    assert list(dict.fromkeys(bytes_of(*offloaded._copies))) == [64 + 128 + 64, 448, 64]
+    assert all(copy.storage_offset() * 4 % 64 == 0 for copy in offloaded._copies)
+    offloaded.come_back()
     for tensor, size in zip(tensors, sizes, strict=True):
         assert torch.equal(tensor, torch.arange(float(size)))
 
 
 def test_nothing_to_move() -> None:
-    parked = Parked([])
-    parked.leave()
-    parked.come_back()
-    assert parked.nbytes == 0
+    offloaded = OffloadedTensors([])
+    offloaded.leave()
+    offloaded.come_back()
+    assert offloaded.nbytes == 0
 
 
 def stepped(level: Any) -> tuple[nn.Linear, torch.optim.AdamW, ModelOffload]:

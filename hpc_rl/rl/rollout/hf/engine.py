@@ -21,7 +21,7 @@ from hpc_rl.config.rl.rollout import EngineJob, engine_dtype
 from hpc_rl.errors import UserError
 from hpc_rl.liveness.heartbeat import heart
 from hpc_rl.rl.rollout.engine import Completion, Placement, Request
-from hpc_rl.rl.rollout.hf.batch import Batch
+from hpc_rl.rl.rollout.hf.batch import RunningBatch
 from hpc_rl.rl.rollout.hf.kv_cache import KVCache
 from hpc_rl.training.models.causal_lm import CausalLM, load_model
 
@@ -57,13 +57,13 @@ class HfEngine:
         self.eos_token_ids = frozenset(eos_token_ids)
         self.max_num_seqs = max_num_seqs
         self._waiting: deque[Request] = deque()
-        self._batch: Batch | None = None
+        self._batch: RunningBatch | None = None
         self._cache: KVCache | None = None
         self._columns = self._steps = 0
         """What the longest of the requests needs since the engine last had none."""
 
     def add(self, requests: Sequence[Request]) -> None:
-        """See RolloutEngine.
+        """Add requests behind those that wait.
 
         Raises:
             UserError: a prompt and its max_new_tokens together exceed the model's positions. No request is added.
@@ -84,7 +84,7 @@ class HfEngine:
         self._waiting += requests
 
     def advance(self, slice_s: float, version: int) -> list[tuple[int, Completion]]:
-        """See RolloutEngine. At least one token of each running sequence is generated, however short the slice is."""
+        """Generate for a slice of time, but at least one token of each running sequence."""
         end = time.monotonic() + slice_s
         with torch.inference_mode(), evaluating(self.hf):
             if self._batch:
@@ -128,7 +128,7 @@ class HfEngine:
     def close(self) -> None:
         """Do nothing: the engine has no processes."""
 
-    def _admit(self, version: int) -> Batch:
+    def _admit(self, version: int) -> RunningBatch:
         """Return the batch, with waiting requests in it if there is room."""
         live = self._batch.live if self._batch else 0
         room = min(self.max_num_seqs - live, len(self._waiting))
@@ -136,7 +136,7 @@ class HfEngine:
             return self._batch
         if self._batch is None:
             cache = self._cache_of(min(self.max_num_seqs, self.running), self._columns)
-            self._batch = Batch(self.hf, cache, self.eos_token_ids, self.max_num_seqs, version)
+            self._batch = RunningBatch(self.hf, cache, self.eos_token_ids, self.max_num_seqs, version)
         self._batch.reserve(live + room, self._columns, self._steps)
         self._batch.admit([self._waiting.popleft() for _ in range(room)])
         return self._batch

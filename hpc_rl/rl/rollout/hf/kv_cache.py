@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch.nn.functional import scaled_dot_product_attention
 
-from hpc_rl.training.models.attention.exact_attention import Scoring
+from hpc_rl.training.models.attention.exact_attention import SoftmaxOptions
 from hpc_rl.training.models.attention.packed_attention import SampleBounds, packed_attention
 
 
@@ -97,7 +97,7 @@ class Prefill:
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
-        scoring: Scoring,
+        softmax: SoftmaxOptions,
     ) -> torch.Tensor:
         index = module.layer_idx
         for states, new in zip(self.cache.layer(index, key, value), (key, value), strict=True):
@@ -111,10 +111,10 @@ class Prefill:
             value,
             None,
             packed_bounds=self.bounds,
-            scaling=scoring.scaling,
-            sliding_window=scoring.window,
-            softcap=scoring.softcap,
-            s_aux=scoring.sinks_H,
+            scaling=softmax.scaling,
+            sliding_window=softmax.window,
+            softcap=softmax.softcap,
+            s_aux=softmax.sinks_H,
         )
         return output
 
@@ -142,10 +142,10 @@ class Decode:
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
-        scoring: Scoring,
+        softmax: SoftmaxOptions,
     ) -> torch.Tensor:
         heads = key.shape[1]
-        scale = query.shape[3] ** -0.5 if scoring.scaling is None else scoring.scaling
+        scale = query.shape[3] ** -0.5 if softmax.scaling is None else softmax.scaling
         targets = self._targets_of(heads)
         rows = []
         for states, new in zip(self.cache.layer(module.layer_idx, key, value), (key, value), strict=True):
@@ -155,9 +155,9 @@ class Decode:
         keys, values = rows
         # Query heads that share a key head are adjacent, and form the rows of one small matrix product.
         query_BGD = query[0].transpose(0, 1).reshape(self.batch * heads, -1, query.shape[3])
-        mask = self._mask_of(heads, scoring.window, query.dtype)
-        if scoring.needs_scores:
-            output = _scored(query_BGD, keys.flatten(0, 1), values.flatten(0, 1), mask, scale, scoring)
+        mask = self._mask_of(heads, softmax.window, query.dtype)
+        if softmax.needs_scores:
+            output = _scored(query_BGD, keys.flatten(0, 1), values.flatten(0, 1), mask, scale, softmax)
         elif query.dtype == torch.float32:
             scores = torch.baddbmm(mask, query_BGD, keys.flatten(0, 1).transpose(1, 2), alpha=scale)
             output = torch.bmm(scores.softmax(-1), values.flatten(0, 1))
@@ -195,7 +195,7 @@ def _scored(
     values: torch.Tensor,
     mask: torch.Tensor,
     scale: float,
-    scoring: Scoring,
+    softmax: SoftmaxOptions,
 ) -> torch.Tensor:
     """Attend with soft-capped scores or sinks.
 
@@ -206,7 +206,7 @@ def _scored(
     """
     scores = torch.bmm(query_BGD, keys.transpose(1, 2)).float() * scale
     sinks = None
-    if scoring.sinks_H is not None:
+    if softmax.sinks_H is not None:
         groups = query_BGD.shape[1]
-        sinks = scoring.sinks_H.view(-1, groups, 1).repeat(len(query_BGD) * groups // len(scoring.sinks_H), 1, 1)
-    return torch.bmm(scoring.weights(scores, mask < 0, sinks).to(values.dtype), values)
+        sinks = softmax.sinks_H.view(-1, groups, 1).repeat(len(query_BGD) * groups // len(softmax.sinks_H), 1, 1)
+    return torch.bmm(softmax.weights(scores, mask < 0, sinks).to(values.dtype), values)

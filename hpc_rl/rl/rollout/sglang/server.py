@@ -20,7 +20,7 @@ from typing import Any, NoReturn
 
 from hpc_rl.errors import RunError
 from hpc_rl.liveness.heartbeat import heart
-from hpc_rl.rl.actors.fates import Fate, leave_reason
+from hpc_rl.rl.actors.deaths import DeathCause, leave_reason
 from hpc_rl.rl.actors.process import own_folder
 from hpc_rl.rl.rollout.http_calls import Answer, HttpClient, UnreachableError
 from hpc_rl.system import owned, processes
@@ -108,7 +108,7 @@ class SglangServer:
         self.close()
         code = 1 if ended in (None, 0) else processes.shell_code(ended)
         how = "it was still running, and has been ended" if ended is None else f"its exit code was {code}"
-        leave_reason(Fate(f"rollout.name=sglang: {found} ({how}){self._end_of_log()}", code))
+        leave_reason(DeathCause(f"rollout.name=sglang: {found} ({how}){self._end_of_log()}", code))
         raise SystemExit(code)
 
     def close(self) -> None:

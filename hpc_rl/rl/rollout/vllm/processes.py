@@ -22,7 +22,7 @@ import ray
 from ray.exceptions import RayActorError, RayError, RayTaskError
 
 from hpc_rl.errors import RunError
-from hpc_rl.rl.actors.fates import Fate, evidence, fate_of, fate_of_exit, leave_reason
+from hpc_rl.rl.actors.deaths import DeathCause, death_cause, evidence, exit_cause, leave_reason
 from hpc_rl.rl.actors.process import log_to
 from hpc_rl.rl.rollout.engine import Placement
 from hpc_rl.system.files import tail
@@ -107,7 +107,7 @@ def ends_with_workers(method: Callable[Concatenate[Any, P], T]) -> Callable[Conc
         try:
             return method(self, *arguments, **named)
         except TimeoutError as error:
-            self.watch.give_up(Fate(f"its workers did not answer: {error}", 1))
+            self.watch.give_up(DeathCause(f"its workers did not answer: {error}", 1))
             raise
         except (RuntimeError, AssertionError):
             self.watch.wait_for_the_end()
@@ -120,7 +120,7 @@ class Death(NamedTuple):
     """The end of a worker."""
 
     rank: int
-    fate: Callable[[Path | None], Fate]
+    cause: Callable[[Path | None], DeathCause]
     """Finds out how it ended, which may take a while. The argument is the worker's log."""
 
 
@@ -158,10 +158,10 @@ class WorkerWatch:
         if self._size and self._found.wait(NOTICE_S):
             threading.Event().wait()
 
-    def give_up(self, fate: Fate) -> None:
+    def give_up(self, cause: DeathCause) -> None:
         """End this process, and the workers with it. Return if there are none."""
         if self._size:
-            self._end(fate)
+            self._end(cause)
 
     def _run(self) -> None:
         while not self._stops.is_set():
@@ -169,27 +169,27 @@ class WorkerWatch:
             if death is not None and not self._stops.is_set():
                 self._found.set()
                 try:
-                    fate = self._explained(death)
+                    cause = self._explained(death)
                 except Exception as error:  # noqa: BLE001 - the process has to end whatever cannot be found out
-                    fate = Fate(f"its worker {death.rank} of {self._size} died; why is not known: {error}", 1)
+                    cause = DeathCause(f"its worker {death.rank} of {self._size} died; why is not known: {error}", 1)
                 self._ended.wait(SHUTDOWN_S)
-                self._end(fate)
+                self._end(cause)
 
-    def _explained(self, death: Death) -> Fate:
+    def _explained(self, death: Death) -> DeathCause:
         log = worker_log(self._log, death.rank) if self._log else None
-        fate = death.fate(log)
-        text = f"its worker {death.rank} of {self._size} died: {fate.text}"
+        cause = death.cause(log)
+        text = f"its worker {death.rank} of {self._size} died: {cause.text}"
         if log and (lines := tail(log, LOG_LINES)):
             text += f"\nthe end of {log}:\n{lines}"
-        return Fate(text, fate.exit_code)
+        return DeathCause(text, cause.exit_code)
 
-    def _end(self, fate: Fate) -> None:
+    def _end(self, cause: DeathCause) -> None:
         try:
-            leave_reason(fate)
+            leave_reason(cause)
             for file in self._memory:
                 file.unlink(missing_ok=True)
         finally:
-            os._exit(fate.exit_code)
+            os._exit(cause.exit_code)
 
 
 def _first_death(executor: Any) -> Death | None:
@@ -197,29 +197,29 @@ def _first_death(executor: Any) -> Death | None:
     workers = {worker.proc.sentinel: worker for worker in executor.workers}
     for ended in wait([*workers], POLL_S):
         worker = workers[ended]  # type: ignore[index]
-        return Death(worker.rank, functools.partial(_fate_of_child, worker.proc))
+        return Death(worker.rank, functools.partial(_cause_of_child, worker.proc))
     return None
 
 
-def _fate_of_child(process: BaseProcess, _log: Path | None) -> Fate:
+def _cause_of_child(process: BaseProcess, _log: Path | None) -> DeathCause:
     while process.exitcode is None:  # vLLM's own thread waits too, and the kernel tells only one of them
         process.join(POLL_S)
-    return fate_of_exit(shell_code(process.exitcode), "engine")
+    return exit_cause(shell_code(process.exitcode), "engine")
 
 
 def _first_death_of_actors(executor: Any) -> Death | None:
     """Wait POLL_S for the death of a worker of vLLM's RayExecutorV2."""
     ranks = {worker.run_ref: worker.rank for worker in executor.ray_worker_handles}
     for ref in ray.wait([*ranks], num_returns=1, timeout=POLL_S)[0]:
-        return Death(ranks[ref], functools.partial(_fate_of_actor, ref))
+        return Death(ranks[ref], functools.partial(_cause_of_actor, ref))
     return None
 
 
-def _fate_of_actor(ref: Any, log: Path | None) -> Fate:
+def _cause_of_actor(ref: Any, log: Path | None) -> DeathCause:
     try:
         ray.get(ref)
     except RayActorError as error:
-        return fate_of(evidence(error, log), "engine")
+        return death_cause(evidence(error, log), "engine")
     except RayError as error:
-        return Fate(f"it failed: {str(error).strip().splitlines()[-1]}", 1)
-    return Fate("it ended by itself", 1)
+        return DeathCause(f"it failed: {str(error).strip().splitlines()[-1]}", 1)
+    return DeathCause("it ended by itself", 1)

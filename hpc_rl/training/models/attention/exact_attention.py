@@ -27,7 +27,7 @@ SCORE_BYTES = {"cpu": 64 << 20, "gpu": 256 << 20}
 
 
 @dataclass(frozen=True)
-class Scoring:
+class SoftmaxOptions:
     """How the products of queries and keys become the weights of values."""
 
     scaling: float | None = None
@@ -73,7 +73,7 @@ def attend(
     key: torch.Tensor,
     value: torch.Tensor,
     borders: torch.Tensor,
-    scoring: Scoring,
+    softmax: SoftmaxOptions,
     dropout: float = 0.0,
 ) -> torch.Tensor:
     """Compute causal attention in each sample of a row.
@@ -87,11 +87,11 @@ def attend(
     Returns:
         [1, T, query heads, D].
     """
-    scale = query.shape[-1] ** -0.5 if scoring.scaling is None else scoring.scaling
+    scale = query.shape[-1] ** -0.5 if softmax.scaling is None else softmax.scaling
     # The backward pass drops the same weights, from the same seed.
     seed = torch.randint(2**62, (), dtype=torch.int64, device="cpu") if dropout else None
-    options = (scale, scoring.window, scoring.softcap, dropout)
-    out: torch.Tensor = _attend(query, key, value, borders, scoring.sinks_H, seed, *options)
+    options = (scale, softmax.window, softmax.softcap, dropout)
+    out: torch.Tensor = _attend(query, key, value, borders, softmax.sinks_H, seed, *options)
     return out
 
 

@@ -21,7 +21,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from hpc_rl.errors import UserError
 from hpc_rl.training.models.attention import cpu_attention, exact_attention
-from hpc_rl.training.models.attention.exact_attention import Scoring
+from hpc_rl.training.models.attention.exact_attention import SoftmaxOptions
 from hpc_rl.training.models.attention.packed_batch import PackedBatch
 from hpc_rl.training.parallel.distributed import World
 from hpc_rl.training.parallel.sequence_parallel import ALONE, SequenceGroup
@@ -68,7 +68,7 @@ class Attend(Protocol):
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
-        scoring: Scoring,
+        softmax: SoftmaxOptions,
     ) -> torch.Tensor: ...
 
 
@@ -147,9 +147,9 @@ def packed_attention(
     """
     if others.get("position_bias") is not None:
         raise UserError(f"{_kind_of(module)} need position_bias in attention, which packed training does not support")
-    scoring = Scoring(scaling, sliding_window, softcap, s_aux)
+    softmax = SoftmaxOptions(scaling, sliding_window, softcap, s_aux)
     if attend is not None:
-        return _attend_otherwise(attend, module, query, key, value, scoring), None
+        return _attend_otherwise(attend, module, query, key, value, softmax), None
     if packed_bounds is None:
         raise UserError(
             f"{_kind_of(module)} do not pass the samples' lengths to attention, which packing needs: use another model"
@@ -157,9 +157,9 @@ def packed_attention(
     sequence = packed_bounds.sequence
     if sequence.size > 1:
         query, key, value = sequence.to_heads(query, key, value)
-        scoring = replace(scoring, sinks_H=None if s_aux is None else s_aux.chunk(sequence.size)[sequence.index])
-    if scoring.needs_scores or dropout or value.shape[3] != query.shape[3]:
-        attended = exact_attention.attend(query, key, value, packed_bounds.borders, scoring, dropout)
+        softmax = replace(softmax, sinks_H=None if s_aux is None else s_aux.chunk(sequence.size)[sequence.index])
+    if softmax.needs_scores or dropout or value.shape[3] != query.shape[3]:
+        attended = exact_attention.attend(query, key, value, packed_bounds.borders, softmax, dropout)
     elif query.device.type == "cpu":
         attended = cpu_attention.attend(query, key, value, packed_bounds.borders, scaling, sliding_window)
     elif query.is_cuda and query.dtype in (torch.bfloat16, torch.float16) and "window_size" in _VARLEN_OPTIONS:
@@ -181,9 +181,9 @@ def _attend_otherwise(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    scoring: Scoring,
+    softmax: SoftmaxOptions,
 ) -> torch.Tensor:
-    return attend(module, query, key, value, scoring)
+    return attend(module, query, key, value, softmax)
 
 
 @torch.compiler.disable  # other kernels than those above do not return what an operator's backward pass needs

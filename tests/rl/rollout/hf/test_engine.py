@@ -12,8 +12,9 @@ from numpy.typing import NDArray
 from hpc_rl.config.training.common import ModelConfig
 from hpc_rl.errors import UserError
 from hpc_rl.rl.rollout.engine import Completion, Sampling, complete
-from hpc_rl.rl.rollout.hf.batch import STEPS_BETWEEN_CHECKS, micro_batches
+from hpc_rl.rl.rollout.hf.batch import STEPS_BETWEEN_CHECKS, Slots, micro_batches
 from hpc_rl.rl.rollout.hf.engine import HfEngine
+from hpc_rl.rl.rollout.sampling import uniforms
 from hpc_rl.training.models.attention.packed_batch import pack_samples
 from hpc_rl.training.models.causal_lm import CausalLM, load_model
 from hpc_rl.training.models.lm_head import token_logprobs
@@ -257,3 +258,24 @@ def test_a_model_that_does_not_pass_arguments_to_attention_is_refused(tmp_path: 
 def test_micro_batches_respect_the_limit() -> None:
     assert list(micro_batches([4, 5, 6, 7], [3, 9, 2, 3], 5)) == [[4], [5], [6, 7]]
     assert list(micro_batches([], [], 5)) == []
+
+
+def test_slots_are_used_again_and_keep_their_contents_when_they_grow() -> None:
+    slots = Slots(torch.device("cpu"))
+    slots.grow(2, 3)
+    first, second = slots.take([7, 8], 3)
+    places = slots.places(np.array([first, second]), np.array([1, 2]))
+    slots.tokens.view(-1)[places] = torch.tensor([11, 12])
+    slots.logprobs.view(-1)[places] = torch.tensor([-1.0, -2.0])
+    slots.grow(4, 5)
+    assert slots.uniforms.shape == slots.tokens.shape == slots.logprobs.shape == (4, 5)
+    np.testing.assert_array_equal(slots.uniforms[[first, second], :3].numpy(), uniforms([7, 8], 3))
+    tokens_NS, logprobs_NS = slots.read([second, first], 3)
+    assert tokens_NS.tolist() == [[0, 0, 12], [0, 11, 0]] and tokens_NS.dtype == np.int32
+    assert logprobs_NS.tolist() == [[0, 0, -2], [0, -1, 0]]
+    assert len({first, second, *slots.take([1, 2], 2)}) == 4
+    slots.free([second])
+    assert slots.take([9], 5) == [second]
+    np.testing.assert_array_equal(slots.uniforms[[second]].numpy(), uniforms([9], 5))
+    with pytest.raises(IndexError):
+        slots.take([1], 1)

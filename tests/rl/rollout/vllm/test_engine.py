@@ -23,7 +23,7 @@ from hpc_rl.config.training.common import LoraConfig, ModelConfig
 from hpc_rl.errors import RunError, UserError
 from hpc_rl.formats.peft_folder import new_config
 from hpc_rl.rl.actors.cluster import start_ray
-from hpc_rl.rl.actors.fates import Actor
+from hpc_rl.rl.actors.deaths import ActorLabel
 from hpc_rl.rl.rollout.engine import Completion, Placement, Request, Sampling, Span, complete
 from hpc_rl.rl.rollout.vllm.engine import VllmEngine, engine_settings, logprobs_mode, refuse_version
 from hpc_rl.rl.rollout.vllm.worker import track_loading
@@ -143,7 +143,7 @@ class Setting:
         source = WeightSource(self.hf, torch.float32, adapters_only)
         if parameters is not None:
             source.parameters = {name: source.parameters[name] for name in parameters}
-        here, name = ray.get_runtime_context().get_node_id(), Actor("the engine", "engine")
+        here, name = ray.get_runtime_context().get_node_id(), ActorLabel("the engine", "engine")
         engines = EngineActors([self.actor], [name], [here], TIMEOUT_S)
         HostSender(source, engines, World(0, 1, torch.device("cpu")), bucket_bytes=200_000).send_weights()
 

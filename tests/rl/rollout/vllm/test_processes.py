@@ -19,7 +19,7 @@ from hpc_rl.rl.actors.cluster import start_ray
 from hpc_rl.rl.actors.pools import create_pools
 from hpc_rl.rl.rollout import rollout
 from hpc_rl.rl.rollout.engine import Placement, Sampling
-from hpc_rl.rl.rollout.request_queue import Asked, RequestQueue
+from hpc_rl.rl.rollout.request_queue import QueuedResponses, RequestQueue
 from tests.helpers import make_tiny_model
 from tests.rl.ppo_config import ppo_config
 from tests.rl.rollout.vllm.test_engine import needs_vllm
@@ -48,7 +48,7 @@ class Setting:
         self.fleet.engines.call("start").wait(TIMEOUT_S)
         self.queue = RequestQueue(self.fleet.engines, 4, TIMEOUT_S, TIMEOUT_S, self.fleet.replace)
 
-    def ask(self) -> list[Asked]:
+    def ask(self) -> list[QueuedResponses]:
         prompts = [Prompt(np.arange(60 + number, 70 + number, dtype=np.int32), None, {}, "") for number in range(8)]
         return [self.queue.ask(prompt, [(0, Sampling(8, temperature=0.0))]) for prompt in prompts]
 

@@ -1,6 +1,6 @@
-"""Why an actor died: what Ray, the kernel and the actor's log know, and what follows from it.
+"""Why an actor died: what Ray, the kernel and the log of the actor contain, and what follows from it.
 
-`fate_of` decides, and is a pure function. `evidence` asks; every question has a deadline, and may stay open.
+`death_cause` decides, and is a pure function. `evidence` asks; every question has a deadline, and may stay open.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ _REASON = "hpc-rl: process {pid} ends with exit code {code}: {text}"
 
 
 @dataclass(frozen=True)
-class Actor:
+class ActorLabel:
     """An actor, as messages name it."""
 
     name: str
@@ -82,7 +82,7 @@ class Evidence:
 
 
 @dataclass(frozen=True)
-class Fate:
+class DeathCause:
     """How an actor ended: the end of the sentence `... died: TEXT`, and the exit code of the job."""
 
     text: str
@@ -93,36 +93,38 @@ class ActorDiedError(RunError):
     """A process of the run died."""
 
 
-def died(actor: Actor, error: RayActorError) -> RunError:
+def died(actor: ActorLabel, error: RayActorError) -> RunError:
     """Return the error of a run whose actor died, or does not answer."""
     if isinstance(error, ActorUnavailableError):
         return RunError(f"{actor} does not answer: {_first_line(str(error))}")
-    fate = fate_of(evidence(error, actor.log), actor.role)
-    return ActorDiedError(f"{actor} died: {fate.text}", fate.exit_code)
+    cause = death_cause(evidence(error, actor.log), actor.role)
+    return ActorDiedError(f"{actor} died: {cause.text}", cause.exit_code)
 
 
-def fate_of(known: Evidence, role: Role) -> Fate:
+def death_cause(known: Evidence, role: Role) -> DeathCause:
     """Return how an actor ended. What is certain comes before what is likely."""
     kind, detail = _worker_exit(known.error)
     remedy = _REMEDIES[role]
     if known.lost_node is not None:
-        return Fate(f"its node is lost ({known.lost_node})", 1)
+        return DeathCause(f"its node is lost ({known.lost_node})", 1)
     if left := _left_reason(known):
         return left
     if kind == "NODE_OUT_OF_MEMORY" or "running low on memory" in known.error:
-        return Fate(f"killed by Ray's memory monitor, because the node was running low on memory: {remedy}", KILLED)
+        return DeathCause(
+            f"killed by Ray's memory monitor, because the node was running low on memory: {remedy}", KILLED
+        )
     if "SIGTERM" in detail:
-        return Fate("terminated (signal 15, SIGTERM)", 128 + signal.SIGTERM)
+        return DeathCause("terminated (signal 15, SIGTERM)", 128 + signal.SIGTERM)
     if (crash := _CRASH.search(known.log)) and (number := _CRASHES.get(crash[1] or crash[2])):
-        return Fate(f"crashed (signal {number}, {number.name}); its log has the stack", 128 + number)
+        return DeathCause(f"crashed (signal {number}, {number.name}); its log has the stack", 128 + number)
     if code := re.search(r"[Ee]xit code:? (\d+)", detail):
-        return Fate(f"it ended by itself with exit code {code[1]}; its log has the reason", 1)
+        return DeathCause(f"it ended by itself with exit code {code[1]}; its log has the reason", 1)
     if kind == "SYSTEM_ERROR" and "connection error" in detail:  # all that Ray sees of a process that was killed
-        return Fate(kill_cause(known.out_of_memory, remedy), KILLED)
-    return Fate(f"Ray ended it ({detail or _first_line(known.error)})", 1)
+        return DeathCause(kill_cause(known.out_of_memory, remedy), KILLED)
+    return DeathCause(f"Ray ended it ({detail or _first_line(known.error)})", 1)
 
 
-def fate_of_exit(exit_code: int, role: Role) -> Fate:
+def exit_cause(exit_code: int, role: Role) -> DeathCause:
     """Return how a process on this node ended.
 
     Args:
@@ -130,16 +132,18 @@ def fate_of_exit(exit_code: int, role: Role) -> Fate:
     """
     number = exit_code - 128
     if exit_code == KILLED:
-        return Fate(kill_cause(ran_out_of_memory(os.environ), _REMEDIES[role]), KILLED)
+        return DeathCause(kill_cause(ran_out_of_memory(os.environ), _REMEDIES[role]), KILLED)
     if number in list(signal.Signals):
-        return Fate(f"ended by signal {number} ({signal.Signals(number).name}); its log has the reason", exit_code)
-    return Fate(f"it ended by itself with exit code {exit_code}; its log has the reason", 1)
+        return DeathCause(
+            f"ended by signal {number} ({signal.Signals(number).name}); its log has the reason", exit_code
+        )
+    return DeathCause(f"it ended by itself with exit code {exit_code}; its log has the reason", 1)
 
 
-def leave_reason(fate: Fate) -> None:
-    """Write to this process's log why it is about to end: `fate_of` finds it there."""
-    text = fate.text.replace("\n", "\n    ")
-    print(_REASON.format(pid=os.getpid(), code=fate.exit_code, text=text), flush=True)
+def leave_reason(cause: DeathCause) -> None:
+    """Write to this process's log why it is about to end: `death_cause` finds it there."""
+    text = cause.text.replace("\n", "\n    ")
+    print(_REASON.format(pid=os.getpid(), code=cause.exit_code, text=text), flush=True)
 
 
 def evidence(error: RayActorError, log: Path | None) -> Evidence:
@@ -156,12 +160,12 @@ def evidence(error: RayActorError, log: Path | None) -> Evidence:
     )
 
 
-def _left_reason(known: Evidence) -> Fate | None:
+def _left_reason(known: Evidence) -> DeathCause | None:
     """Return what the process itself wrote with `leave_reason`. The log may have the reasons of earlier processes."""
     pid = re.search(r"^[ \t]*pid: (\d+)$", known.error, re.MULTILINE)
     pattern = _REASON.format(pid=pid and pid[1], code=r"(\d+)", text=r"(.*(?:\n {8}.*)*)")
     found = re.search(f"^ *{pattern}", known.log, re.MULTILINE)
-    return Fate(found[2].replace("\n        ", "\n"), int(found[1])) if found else None
+    return DeathCause(found[2].replace("\n        ", "\n"), int(found[1])) if found else None
 
 
 def _counted_on(node_id: str) -> bool | None:

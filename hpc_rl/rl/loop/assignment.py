@@ -1,7 +1,7 @@
 """Which rank holds which responses, and in which order: pure functions of lengths.
 
-A step's responses are cut into mini-batches, in their order or in a shuffled one, and each mini-batch is dealt to all
-ranks by tokens (training/batching.py). The mini-batches, and so the updates, are the same for any number of ranks.
+A step's responses are cut into mini-batches, in their order or in a shuffled one, and each mini-batch is divided among
+all ranks by tokens (training/batching.py). The mini-batches, and so the updates, are the same for any number of ranks.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ class Shard:
 
 
 @dataclass(frozen=True)
-class Rows:
+class ShardParcel:
     """One rank's responses in its order, which share the memory of the step's columns. The rank puts them together, so
     that the driver copies nothing."""
 
     mini_batches: list[list[int]]
-    """See Shard."""
+    """As those of the shard."""
     prompt_ids: Sequence[NDArray[np.int32]]
     response_ids: Sequence[NDArray[np.int32]]
     response_masks: Sequence[NDArray[np.bool_]] | None = None
@@ -61,7 +61,7 @@ class Rows:
 
 
 @dataclass(frozen=True)
-class Deal:
+class Assignment:
     """A step's responses on the ranks."""
 
     micro_batches: list[list[list[Bin]]]
@@ -125,7 +125,7 @@ def shuffled(responses: int, seed: int, step: int, epoch: int) -> NDArray[np.int
     return np.random.default_rng([seed, step, epoch, _SHUFFLE]).permutation(responses)
 
 
-def deal_step(
+def assign_responses(
     lengths: NDArray[np.int64],
     sampled: NDArray[np.int64],
     mini_batch_size: int | None,
@@ -133,8 +133,8 @@ def deal_step(
     row_tokens: int,
     order: NDArray[np.int64] | None = None,
     sequence_parallel: int = 1,
-) -> Deal:
-    """Deal a step's responses to ranks.
+) -> Assignment:
+    """Assign a step's responses to ranks.
 
     Args:
         lengths: tokens of prompt and response, [B].
@@ -143,40 +143,40 @@ def deal_step(
         order: order of the responses, [B]. Default: as they are.
         sequence_parallel: number of ranks that get the same responses.
     """
-    dealt: list[list[list[Bin]]] = [[] for _ in range(ranks // sequence_parallel)]
+    assigned: list[list[list[Bin]]] = [[] for _ in range(ranks // sequence_parallel)]
     ordered = np.arange(len(lengths)) if order is None else order
     for part in mini_batches(len(lengths), mini_batch_size):
         responses = ordered[part].tolist()
-        for group, micros in enumerate(plan_batch(lengths[responses].tolist(), len(dealt), row_tokens)):
-            dealt[group].append([[responses[sample] for sample in micro] for micro in micros])
+        for group, micros in enumerate(plan_batch(lengths[responses].tolist(), len(assigned), row_tokens)):
+            assigned[group].append([[responses[sample] for sample in micro] for micro in micros])
     bounds = [0, *np.cumsum(sampled).tolist()]
-    orders = [np.array([i for mini in minis for micro in mini for i in micro], np.int64) for minis in dealt]
+    orders = [np.array([i for mini in minis for micro in mini for i in micro], np.int64) for minis in assigned]
     slices = [[slice(bounds[i], bounds[i + 1]) for i in order.tolist()] for order in orders]
     copies = sequence_parallel
-    return Deal(_repeated(dealt, copies), _repeated(orders, copies), _repeated(slices, copies), copies)
+    return Assignment(_repeated(assigned, copies), _repeated(orders, copies), _repeated(slices, copies), copies)
 
 
-def dealt_rows(
-    deal: Deal,
+def shard_parcels(
+    assignment: Assignment,
     prompt_ids: Sequence[NDArray[np.int32]],
     response_ids: Sequence[NDArray[np.int32]],
     response_masks: Sequence[NDArray[np.bool_]] | None = None,
-) -> list[Rows]:
+) -> list[ShardParcel]:
     """Return what each rank receives, once per step.
 
     Args:
         response_masks: see Shard.response_mask, for each response.
     """
     found = [
-        Rows(
+        ShardParcel(
             sizes,
             [prompt_ids[i] for i in order],
             [response_ids[i] for i in order],
             None if response_masks is None else [response_masks[i] for i in order],
         )
-        for order, sizes in zip(deal.once(deal.orders), deal.once(deal.sizes), strict=True)
+        for order, sizes in zip(assignment.once(assignment.orders), assignment.once(assignment.sizes), strict=True)
     ]
-    return _repeated(found, deal.sequence_parallel)
+    return _repeated(found, assignment.sequence_parallel)
 
 
 def _repeated(by_group: list[T], copies: int) -> list[T]:

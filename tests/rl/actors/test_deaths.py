@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from hpc_rl.rl.actors.fates import Actor, Evidence, Fate, Role, fate_of, fate_of_exit, leave_reason
+from hpc_rl.rl.actors.deaths import ActorLabel, DeathCause, Evidence, Role, death_cause, exit_cause, leave_reason
 from hpc_rl.system.files import tail
 
 GONE = Evidence(
@@ -97,7 +97,7 @@ CASES: dict[str, tuple[Evidence, str, int]] = {
 @pytest.mark.parametrize("name", CASES)
 def test_how_an_actor_ended(name: str) -> None:
     known, text, code = CASES[name]
-    found = fate_of(known, "worker")
+    found = death_cause(known, "worker")
     assert (found.text[: len(text)], found.exit_code) == (text, code)
 
 
@@ -106,17 +106,17 @@ def test_how_an_actor_ended(name: str) -> None:
     [("worker", "trainer.micro_tokens"), ("engine", "rollout.max_num_seqs"), ("driver", "data.train_batch_size")],
 )
 def test_the_advice_fits_the_role(role: Role, remedy: str) -> None:
-    assert f"lower {remedy}" in fate_of(replace(GONE, out_of_memory=True), role).text
+    assert f"lower {remedy}" in death_cause(replace(GONE, out_of_memory=True), role).text
 
 
 def test_a_reason_that_a_process_leaves_is_found(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    left = Fate("no space: remove files\nthe end of a log:\n    line 1\n    line 2", 3)
+    left = DeathCause("no space: remove files\nthe end of a log:\n    line 1\n    line 2", 3)
     leave_reason(left)
     log = tmp_path / "engine.log"
     log.write_text(f"before\n{capsys.readouterr().out}after\n")
     error = GONE.error.replace("4009", str(os.getpid()))
-    assert fate_of(Evidence(error, log=tail(log)), "engine") == left
-    assert fate_of(Evidence(GONE.error, log=tail(log)), "engine") != left
+    assert death_cause(Evidence(error, log=tail(log)), "engine") == left
+    assert death_cause(Evidence(GONE.error, log=tail(log)), "engine") != left
 
 
 @pytest.mark.parametrize(
@@ -130,12 +130,12 @@ def test_a_reason_that_a_process_leaves_is_found(capsys: pytest.CaptureFixture[s
     ],
 )
 def test_how_a_process_ended(code: int, text: str, job: int) -> None:
-    found = fate_of_exit(code, "engine")
+    found = exit_cause(code, "engine")
     assert (found.text[: len(text)], found.exit_code) == (text, job)
 
 
 def test_an_actors_name_has_the_folder_of_its_log() -> None:
-    assert str(Actor("rank 1", "worker", Path("/runs/a/attempt-1/node*-rank1.log"))) == (
+    assert str(ActorLabel("rank 1", "worker", Path("/runs/a/attempt-1/node*-rank1.log"))) == (
         "rank 1 (log in /runs/a/attempt-1)"
     )
-    assert str(Actor("rank 1", "worker")) == "rank 1"
+    assert str(ActorLabel("rank 1", "worker")) == "rank 1"

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from hpc_rl.errors import UserError
-from hpc_rl.rl.loop.dealing import Deal, Shard, deal_step, dealt_rows, mini_batches, shuffled
+from hpc_rl.rl.loop.assignment import Assignment, Shard, assign_responses, mini_batches, shard_parcels, shuffled
 
 MICRO_TOKENS = 60
 lengths = st.lists(st.tuples(st.integers(1, 20), st.integers(1, 30)), min_size=1, max_size=40)
@@ -18,30 +18,30 @@ sizes = st.none() | st.integers(1, 50)
 ranks = st.integers(1, 5)
 
 
-def dealt_to(
+def assigned_to(
     pairs: list[tuple[int, int]], size: int | None, ranks: int, order: NDArray[np.int64] | None = None
-) -> Deal:
+) -> Assignment:
     """Pairs of the tokens that are only context, and those that the policy sampled."""
     context, sampled = np.array(pairs, np.int64).T
-    return deal_step(context + sampled, sampled, size, ranks, MICRO_TOKENS, order)
+    return assign_responses(context + sampled, sampled, size, ranks, MICRO_TOKENS, order)
 
 
-def split(deal: Deal, column: NDArray[np.float32]) -> list[NDArray[np.float32]]:
+def split(assignment: Assignment, column: NDArray[np.float32]) -> list[NDArray[np.float32]]:
     """Each rank's part as the rank opens it."""
-    return [np.concatenate([column[:0], *parts]) for parts in deal.split(column)]
+    return [np.concatenate([column[:0], *parts]) for parts in assignment.split(column)]
 
 
-def opened(deal: Deal, *rows: list[NDArray[Any]]) -> list[Shard]:
-    return [own.open() for own in dealt_rows(deal, *rows)]
+def opened(assignment: Assignment, *rows: list[NDArray[Any]]) -> list[Shard]:
+    return [own.open() for own in shard_parcels(assignment, *rows)]
 
 
 @given(lengths, sizes, ranks)
 def test_every_response_is_on_one_rank_within_the_budget(
     pairs: list[tuple[int, int]], size: int | None, ranks: int
 ) -> None:
-    deal = dealt_to(pairs, size, ranks)
-    assert sorted(chain.from_iterable(order.tolist() for order in deal.orders)) == list(range(len(pairs)))
-    for plan, order in zip(deal.micro_batches, deal.orders, strict=True):
+    assignment = assigned_to(pairs, size, ranks)
+    assert sorted(chain.from_iterable(order.tolist() for order in assignment.orders)) == list(range(len(pairs)))
+    for plan, order in zip(assignment.micro_batches, assignment.orders, strict=True):
         assert [i for mini in plan for micro in mini for i in micro] == order.tolist()
         for micro in chain.from_iterable(plan):
             assert sum(sum(pairs[i]) for i in micro) <= MICRO_TOKENS
@@ -51,49 +51,49 @@ def test_every_response_is_on_one_rank_within_the_budget(
 def test_mini_batches_are_the_same_for_any_number_of_ranks(
     pairs: list[tuple[int, int]], size: int | None, ranks: int
 ) -> None:
-    deal = dealt_to(pairs, size, ranks)
+    assignment = assigned_to(pairs, size, ranks)
     expected = mini_batches(len(pairs), size)
-    assert {len(plan) for plan in deal.micro_batches} == {len(expected)}
+    assert {len(plan) for plan in assignment.micro_batches} == {len(expected)}
     for number, part in enumerate(expected):
-        dealt = [i for plan in deal.micro_batches for micro in plan[number] for i in micro]
-        assert sorted(dealt) == list(range(part.start, part.stop))
+        assigned = [i for plan in assignment.micro_batches for micro in plan[number] for i in micro]
+        assert sorted(assigned) == list(range(part.start, part.stop))
         # Each micro-batch is a round of collectives, which every rank has to join.
-        assert len({len(plan[number]) for plan in deal.micro_batches}) == 1
+        assert len({len(plan[number]) for plan in assignment.micro_batches}) == 1
 
 
 @given(lengths, sizes, ranks)
 def test_ranks_have_equal_work_up_to_one_response_per_mini_batch(
     pairs: list[tuple[int, int]], size: int | None, ranks: int
 ) -> None:
-    deal = dealt_to(pairs, size, ranks)
-    loads = [sum(sum(pairs[i]) for i in order.tolist()) for order in deal.orders]
+    assignment = assigned_to(pairs, size, ranks)
+    loads = [sum(sum(pairs[i]) for i in order.tolist()) for order in assignment.orders]
     longest = max(map(sum, pairs))
     assert max(loads) - min(loads) <= longest * len(mini_batches(len(pairs), size))
 
 
 @given(lengths, sizes, ranks)
 def test_columns_are_split_and_joined(pairs: list[tuple[int, int]], size: int | None, ranks: int) -> None:
-    deal = dealt_to(pairs, size, ranks)
+    assignment = assigned_to(pairs, size, ranks)
     responses = [length for _, length in pairs]
     column = np.arange(sum(responses), dtype=np.float32)
-    parts = split(deal, column)
-    np.testing.assert_array_equal(deal.join(parts), column)
+    parts = split(assignment, column)
+    np.testing.assert_array_equal(assignment.join(parts), column)
     of_response = np.split(column, np.cumsum(responses)[:-1])
-    for part, order in zip(parts, deal.orders, strict=True):
+    for part, order in zip(parts, assignment.orders, strict=True):
         assert part.tolist() == [value for i in order for value in of_response[i].tolist()]
     rows = np.arange(len(pairs), dtype=np.float32)
-    np.testing.assert_array_equal(deal.join_responses([rows[order] for order in deal.orders]), rows)
+    np.testing.assert_array_equal(assignment.join_responses([rows[order] for order in assignment.orders]), rows)
 
 
 @given(lengths, sizes, ranks)
 def test_shards_hold_prompt_and_response_of_their_samples(
     pairs: list[tuple[int, int]], size: int | None, ranks: int
 ) -> None:
-    deal = dealt_to(pairs, size, ranks)
+    assignment = assigned_to(pairs, size, ranks)
     prompts = [np.full(p, 1000 + i, np.int32) for i, (p, _) in enumerate(pairs)]
     responses = [np.full(r, 2000 + i, np.int32) for i, (_, r) in enumerate(pairs)]
     masks = [np.arange(r) % 3 != i % 2 for i, (_, r) in enumerate(pairs)]
-    for shard, order in zip(opened(deal, prompts, responses, masks), deal.orders, strict=True):
+    for shard, order in zip(opened(assignment, prompts, responses, masks), assignment.orders, strict=True):
         assert shard.response_mask is not None
         assert shard.response_mask.tolist() == [token for i in order for token in masks[i].tolist()]
         assert shard.response_mask.dtype == np.bool_
@@ -105,7 +105,7 @@ def test_shards_hold_prompt_and_response_of_their_samples(
             assert shard.tokens[at : at + p + r].tolist() == [1000 + i] * p + [2000 + i] * r
             at += p + r
         assert at == len(shard.tokens)
-    assert all(shard.response_mask is None for shard in opened(deal, prompts, responses))
+    assert all(shard.response_mask is None for shard in opened(assignment, prompts, responses))
 
 
 @given(lengths, sizes, ranks, st.integers(0, 9))
@@ -113,12 +113,12 @@ def test_shuffled_mini_batches_are_the_same_for_any_number_of_ranks(
     pairs: list[tuple[int, int]], size: int | None, ranks: int, seed: int
 ) -> None:
     order = shuffled(len(pairs), seed, 3, 1)
-    deal = dealt_to(pairs, size, ranks, order)
+    assignment = assigned_to(pairs, size, ranks, order)
     for number, part in enumerate(mini_batches(len(pairs), size)):
-        dealt = [i for plan in deal.micro_batches for micro in plan[number] for i in micro]
-        assert sorted(dealt) == sorted(order[part].tolist())
+        assigned = [i for plan in assignment.micro_batches for micro in plan[number] for i in micro]
+        assert sorted(assigned) == sorted(order[part].tolist())
     column = np.arange(sum(length for _, length in pairs), dtype=np.float32)
-    np.testing.assert_array_equal(deal.join(split(deal, column)), column)
+    np.testing.assert_array_equal(assignment.join(split(assignment, column)), column)
 
 
 def test_the_order_depends_on_seed_step_and_epoch() -> None:
@@ -134,16 +134,16 @@ def test_a_last_mini_batch_may_be_smaller() -> None:
 
 def test_the_longest_row() -> None:
     lengths = np.array([20, 25, 30, 7, 5])
-    deal = deal_step(lengths, lengths, 3, 2, MICRO_TOKENS)
-    assert deal.micro_batches == [[[[0, 1]], [[3]]], [[[2]], [[4]]]]
-    assert deal.longest_row(lengths) == 45
-    few = deal_step(lengths[2:3], lengths[2:3], None, 2, MICRO_TOKENS)  # a rank without a row
+    assignment = assign_responses(lengths, lengths, 3, 2, MICRO_TOKENS)
+    assert assignment.micro_batches == [[[[0, 1]], [[3]]], [[[2]], [[4]]]]
+    assert assignment.longest_row(lengths) == 45
+    few = assign_responses(lengths[2:3], lengths[2:3], None, 2, MICRO_TOKENS)  # a rank without a row
     assert few.longest_row(lengths[2:3]) == 30
 
 
 def test_a_sample_over_the_budget_is_refused() -> None:
     with pytest.raises(UserError, match=r"a sample of 61 tokens is over trainer\.micro_tokens 60"):
-        dealt_to([(31, 30)], None, 1)
+        assigned_to([(31, 30)], None, 1)
 
 
 @given(lengths, sizes, ranks, st.integers(1, 4))
@@ -152,19 +152,19 @@ def test_ranks_that_share_rows_have_the_same_responses(
 ) -> None:
     """Each sequence group has what one rank of as many ranks as there are groups has."""
     context, sampled = np.array(pairs, np.int64).T
-    plain = dealt_to(pairs, size, groups)
-    deal = deal_step(context + sampled, sampled, size, groups * copies, MICRO_TOKENS, sequence_parallel=copies)
-    assert deal.sizes == [one for one in plain.sizes for _ in range(copies)]
-    assert [order.tolist() for order in deal.orders] == [o.tolist() for o in plain.orders for _ in range(copies)]
-    assert deal.responses == plain.responses == len(pairs)
+    plain = assigned_to(pairs, size, groups)
+    assignment = assign_responses(context + sampled, sampled, size, groups * copies, MICRO_TOKENS, None, copies)
+    assert assignment.sizes == [one for one in plain.sizes for _ in range(copies)]
+    assert [order.tolist() for order in assignment.orders] == [o.tolist() for o in plain.orders for _ in range(copies)]
+    assert assignment.responses == plain.responses == len(pairs)
     column = np.arange(sum(sampled), dtype=np.float32)
-    parts = split(deal, column)
-    for mine, theirs in zip(deal.once(parts), split(plain, column), strict=True):
+    parts = split(assignment, column)
+    for mine, theirs in zip(assignment.once(parts), split(plain, column), strict=True):
         np.testing.assert_array_equal(mine, theirs)
-    np.testing.assert_array_equal(deal.join(parts), column)
+    np.testing.assert_array_equal(assignment.join(parts), column)
     rows = np.arange(len(pairs), dtype=np.float32)
-    np.testing.assert_array_equal(deal.join_responses([rows[order] for order in deal.orders]), rows)
+    np.testing.assert_array_equal(assignment.join_responses([rows[order] for order in assignment.orders]), rows)
     prompts, responses = ([np.full(n, i, np.int32) for i, n in enumerate(found)] for found in (context, sampled))
-    found = dealt_rows(deal, prompts, responses)
+    found = shard_parcels(assignment, prompts, responses)
     assert len(found) == groups * copies
     assert all(found[rank] is found[rank - rank % copies] for rank in range(len(found)))

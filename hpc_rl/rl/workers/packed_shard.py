@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 
 from hpc_rl.liveness.heartbeat import heart
-from hpc_rl.rl.loop.dealing import Shard
+from hpc_rl.rl.loop.assignment import Shard
 from hpc_rl.training.models.attention.packed_batch import PackedBatch, filler, pack_samples
 
 
@@ -28,7 +28,7 @@ class MicroBatch:
 
 
 @dataclass(frozen=True)
-class Held:
+class PackedShard:
     """The responses that a rank computes on."""
 
     mini_batches: list[list[MicroBatch]]
@@ -43,7 +43,7 @@ class Held:
                 heart.beat()
 
 
-def hold(shard: Shard, device: torch.device) -> Held:
+def pack_shard(shard: Shard, device: torch.device) -> PackedShard:
     """Pack a shard's micro-batches. Tokens that the policy sampled are targets; the others are only context."""
     samples = _split(shard.tokens, shard.prompt_lengths + shard.response_lengths)
     masks = _target_masks(shard)
@@ -60,7 +60,7 @@ def hold(shard: Shard, device: torch.device) -> Held:
             micros.append(MicroBatch(batch.to(device), slice(token, token + count), lengths_B))
             first, token = first + size, token + count
         mini_batches.append(micros)
-    return Held(mini_batches, token)
+    return PackedShard(mini_batches, token)
 
 
 def _target_masks(shard: Shard) -> list[NDArray[np.bool_]]:
