@@ -16,7 +16,7 @@ from hpc_rl.config.rl.reward import OptionalRewardConfig
 from hpc_rl.data.prompts import Prompt
 from hpc_rl.liveness.heartbeat import heart
 from hpc_rl.rewards.check import check_function, check_url
-from hpc_rl.rewards.http import Endpoint
+from hpc_rl.rewards.http import RewardClient
 from hpc_rl.rewards.processes import RewardProcesses
 from hpc_rl.rewards.table import REWARDS
 from hpc_rl.rewards.worker import Call, Result, failed, succeeded
@@ -117,7 +117,7 @@ class HttpScorer:
     def __init__(self, config: OptionalRewardConfig, url: str) -> None:
         self._config = config
         self._kwargs = config.kwargs
-        self._endpoint = Endpoint(url, config.timeout_s, config.workers)
+        self._endpoint = RewardClient(url, config.timeout_s, config.workers)
 
     def score(self, prompts: Sequence[Prompt], responses: Sequence[str]) -> Scores:
         bodies = [

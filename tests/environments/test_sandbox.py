@@ -22,7 +22,7 @@ from hpc_rl.environments.loading import load_definition
 from hpc_rl.environments.protocol import Episode
 from hpc_rl.environments.python_tool import Python, report
 from hpc_rl.environments.sandbox import RUNNERS, Limits, Output, Ran, Sandbox, find_runner, tree_usage
-from hpc_rl.environments.tool_calls import Call
+from hpc_rl.environments.tool_calls import ToolCall
 from hpc_rl.errors import UserError
 from hpc_rl.system.processes import descendants
 from tests.environments.runners import reachable_path
@@ -87,7 +87,7 @@ def test_the_tools(runner: str) -> None:
     python = load_definition("hpc_rl.environments.python_tool:Python", {"runner": runner, "time_s": 60})
     (message,) = (
         Episode(python, 1000)
-        .answer("", [Call("python", {"code": "import sys\nprint(6 * 7, sys.stdin.read())"})])
+        .answer("", [ToolCall("python", {"code": "import sys\nprint(6 * 7, sys.stdin.read())"})])
         .messages
     )
     assert message["content"] == "42 \n"
@@ -98,12 +98,12 @@ def test_the_tools(runner: str) -> None:
     assert tool.python("# \udc80\nprint(1)") == "1\n"
     shipped = load_definition(None, {}, ["python", "bash"], runner)
     assert list(shipped.tools) == ["python", "bash"]
-    (message,) = Episode(shipped, 1000).call(Call("python", {"code": "print(6 * 7)"})).messages
+    (message,) = Episode(shipped, 1000).call(ToolCall("python", {"code": "print(6 * 7)"})).messages
     assert message["content"] == "42\n"
     bash = load_definition("hpc_rl.environments.bash_tool:Bash", {"runner": runner, "time_s": 60})
     (message,) = (
         Episode(bash, 1000)
-        .answer("", [Call("bash", {"command": "cd /; echo $((6 * 7)) > /tmp/x; cat /tmp/x; false"})])
+        .answer("", [ToolCall("bash", {"command": "cd /; echo $((6 * 7)) > /tmp/x; cat /tmp/x; false"})])
         .messages
     )
     assert message["content"] == "42\n[exit code 1]"
