@@ -17,8 +17,7 @@ MOST_LINES = {"hpc_rl": 72470, "tests": 74077}
 """Lines of Python."""
 MOST_FILES = 17
 CROWDED = {
-    *("hpc_rl/node", "tests", "tests/e2e", "tests/finetune", "tests/node", "tests/rl/runs", "tests/simulated_gpu"),
-    "tests/training/models",
+    *("tests", "tests/e2e", "tests/finetune", "tests/rl/runs", "tests/simulated_gpu", "tests/training/models"),
 }
 """Folders with more than MOST_FILES modules."""
 LONG_FILES = {

@@ -20,8 +20,8 @@ from enum import Enum, auto
 from pathlib import Path
 
 from hpc_rl.node.causes import TERMINATED, End, Kind, Outcome, outcome_of
-from hpc_rl.node.company import Company, Lead, Mate, end_of_lost
 from hpc_rl.node.meeting import POLL_S, Meeting, named
+from hpc_rl.node.peers import Coordinator, Participant, Peers, end_of_lost
 from hpc_rl.node.roll_call import SILENCE_S
 from hpc_rl.run_dir import lost_file, outcome_file, read_outcome
 from hpc_rl.system.files import write_atomically
@@ -79,7 +79,7 @@ def next_step(seen: Situation) -> Step:
 
 
 def settle(
-    company: Company,
+    company: Peers,
     own: End,
     asked_to_end: threading.Event,
     show: Callable[[End | None], None],
@@ -92,7 +92,7 @@ def settle(
         show: prints the cause, or shows what is left of the log; called on the node that explains the end.
         linger_s: how long other nodes may run after node 0 has ended well; 0 if its end is that of the job.
     """
-    if isinstance(company, Lead):
+    if isinstance(company, Coordinator):
         outcome = agree(company, own, asked_to_end, linger_s)
         record(company.meeting.attempt_dir, outcome)
         show(outcome.cause)  # before other tasks exit, on which srun comments
@@ -101,7 +101,7 @@ def settle(
     return follow(company, own, asked_to_end, show)
 
 
-def agree(company: Lead, own: End, asked_to_end: threading.Event, linger_s: float) -> Outcome:
+def agree(company: Coordinator, own: End, asked_to_end: threading.Event, linger_s: float) -> Outcome:
     """Collect the ends of all nodes on node 0, and return the outcome."""
     company.poll()  # what is reported already was before this node's end
     company.report(own)
@@ -135,7 +135,7 @@ def explained(ends: Mapping[int, End], failures: Mapping[int, int]) -> list[End]
     return [End(rank, code) for rank, code in failures.items() if rank not in ends] + found
 
 
-def _failures(company: Lead) -> dict[int, int]:
+def _failures(company: Coordinator) -> dict[int, int]:
     """Return the failures that nodes have recorded, with some time for those whose connection ended."""
     deadline = time.monotonic() + CAUSE_S
     unexplained = {rank for rank, loss in company.lost.items() if loss.machine_answers}
@@ -144,7 +144,7 @@ def _failures(company: Lead) -> dict[int, int]:
     return found
 
 
-def _note_hanging(company: Lead, linger_s: float) -> None:
+def _note_hanging(company: Coordinator, linger_s: float) -> None:
     nodes = company.meeting.nodes
     late = [rank for rank in range(len(nodes)) if rank not in company.ends]
     where = named([nodes[rank] for rank in late])
@@ -159,7 +159,7 @@ def record(attempt_dir: Path, outcome: Outcome) -> None:
             write_atomically(outcome_file(attempt_dir), f"{outcome.exit_code}\n")
 
 
-def follow(company: Mate, own: End, asked_to_end: threading.Event, show: Callable[[End | None], None]) -> int:
+def follow(company: Participant, own: End, asked_to_end: threading.Event, show: Callable[[End | None], None]) -> int:
     """Report this node's end to node 0 and return the exit code that it announces, or one of our own if it is lost."""
     was_lost_before = company.loss is not None
     company.report(own)
@@ -230,9 +230,9 @@ def _create_in_place(path: Path, text: str) -> bool:
     return True
 
 
-def leave(company: Company, asked_to_end: threading.Event) -> None:
+def leave(company: Peers, asked_to_end: threading.Event) -> None:
     """Leave the others after this node is cleaned up. Node 0 leaves last, and records which nodes are lost."""
-    if isinstance(company, Lead):
+    if isinstance(company, Coordinator):
         deadline = time.monotonic() + (CAUSE_S if asked_to_end.is_set() else LEAVE_S)
         while company.present and time.monotonic() < deadline:
             company.poll()

@@ -11,9 +11,9 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from hpc_rl.errors import EXIT_STOPPED, UserError
-from hpc_rl.node.company import Ended
 from hpc_rl.node.meeting import Meeting
 from hpc_rl.node.network import addresses_of, with_usable_interfaces
+from hpc_rl.node.peers import JoinAborted
 from hpc_rl.node.usage_recorder import recording_usage
 from hpc_rl.run_dir import ENV_ATTEMPT_DIR, read_outcome
 from hpc_rl.slurm.allocation import Allocation, read_allocation
@@ -52,7 +52,7 @@ def run_with_others(take_part: Callable[[Allocation, Meeting], int]) -> int:
             meeting.arrive()
             code = recording_usage(allocation, attempt_dir, lambda: take_part(allocation, meeting))
             return code_for_srun(code, attempt_dir)
-        except Ended as ended:
+        except JoinAborted as ended:
             return ended.exit_code
         except UserError as error:
             with contextlib.suppress(UserError):  # on a full disk

@@ -140,7 +140,7 @@ class Meeting:
             raise UserError(f"node {self.node} cannot write into {self.attempt_dir}: {error.strerror}") from error
 
 
-class Progress:
+class WaitMessages:
     """Prints from time to time what the job is waiting for."""
 
     def __init__(self) -> None:

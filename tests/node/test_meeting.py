@@ -5,7 +5,7 @@ import pytest
 
 from hpc_rl.errors import UserError
 from hpc_rl.node import meeting as meeting_module
-from hpc_rl.node.meeting import Meeting, Progress, interval_s
+from hpc_rl.node.meeting import Meeting, WaitMessages, interval_s
 
 NODES = ("a", "b", "c")
 
@@ -58,7 +58,7 @@ def test_a_long_wait_shows_what_is_missing(
 ) -> None:
     seconds = iter([100.0, 129.0, 130.0, 159.0, 161.0])
     monkeypatch.setattr(meeting_module.time, "monotonic", lambda: next(seconds))
-    head, progress = Meeting(tmp_path, NODES, 0), Progress()
+    head, progress = Meeting(tmp_path, NODES, 0), WaitMessages()
     head.arrive()
     for _ in range(4):
         progress.show(head.attendance)

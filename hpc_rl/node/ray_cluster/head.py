@@ -14,9 +14,9 @@ from pathlib import Path
 from hpc_rl.errors import EXIT_BAD_INPUT, EXIT_STOPPED
 from hpc_rl.formats.counted import counted
 from hpc_rl.node.causes import TERMINATED, End, Kind
-from hpc_rl.node.company import Lead
 from hpc_rl.node.entry import print_error
-from hpc_rl.node.meeting import Progress
+from hpc_rl.node.meeting import WaitMessages
+from hpc_rl.node.peers import Coordinator
 from hpc_rl.node.ray_cluster.environment import driver_environment
 from hpc_rl.node.ray_cluster.layout import NodeLayout
 from hpc_rl.node.ray_cluster.watch import JobEnd, Watch
@@ -49,9 +49,11 @@ class Driver:
 class Head:
     """The part of node 0 in the job."""
 
-    def __init__(self, watch: Watch, company: Lead, layout: NodeLayout, driver: Driver, start_timeout_s: float) -> None:
+    def __init__(
+        self, watch: Watch, peers: Coordinator, layout: NodeLayout, driver: Driver, start_timeout_s: float
+    ) -> None:
         self._watch = watch
-        self._company = company
+        self._peers = peers
         self._layout = layout
         self._driver = driver
         self._began = time.monotonic()
@@ -89,7 +91,7 @@ class Head:
     def _gather(self, gcs_address: str) -> None:
         nodes = self._watch.meeting.nodes
         everyone = set(range(len(nodes)))
-        deadline, progress = self._began + self._start_timeout_s, Progress()
+        deadline, progress = self._began + self._start_timeout_s, WaitMessages()
 
         def check() -> None:
             self._check()
@@ -97,7 +99,7 @@ class Head:
 
         self._watch.until(self._watch.ray.is_up, check, deadline, self._not_up)
         self._watch.meeting.publish(gcs_address)
-        self._watch.until(lambda: self._company.up == everyone, check, deadline, self._not_up)
+        self._watch.until(lambda: self._peers.up == everyone, check, deadline, self._not_up)
         up_s = time.monotonic() - self._began
         print(f"hpc-rl: Ray is up on {counted(len(nodes), 'node')} after {up_s:.1f} s", flush=True)
         if self._driver.dashboard:
@@ -135,12 +137,12 @@ class Head:
 
     def _check(self) -> None:
         self._watch.check()
-        if self._company.must_end:
+        if self._peers.must_end:
             raise JobEnd(TERMINATED, kind=Kind.TERMINATED)
         self._shown.show()
 
     def _progress(self) -> str:
-        meeting, up = self._watch.meeting, len(self._company.up)
+        meeting, up = self._watch.meeting, len(self._peers.up)
         return meeting.attendance() if meeting.missing() else f"Ray: {up} of {len(meeting.nodes)} nodes have joined"
 
     def _not_up(self) -> str:
@@ -150,9 +152,9 @@ class Head:
         for rank, node in enumerate(nodes):
             if node in absent:
                 lines.append(f"node {node} has not started")
-            elif rank not in self._company.seen:
+            elif rank not in self._peers.seen:
                 lines.append(f"node {node} has started, but has not connected to node {nodes[0]}")
-            elif rank not in self._company.up or not self._watch.ray.is_up():
+            elif rank not in self._peers.up or not self._watch.ray.is_up():
                 lines.append(f"node {node} has not joined{self._watch.last_lines(rank)}")
         return "\nhpc-rl: ".join(lines)
 

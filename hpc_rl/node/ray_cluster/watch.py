@@ -9,9 +9,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from hpc_rl.node.causes import TERMINATED, End, Kind
-from hpc_rl.node.company import Company
-from hpc_rl.node.hangs import HangWatch
+from hpc_rl.node.hangs.watch import HangWatch
 from hpc_rl.node.meeting import POLL_S, Meeting
+from hpc_rl.node.peers import Peers
 from hpc_rl.node.ray_cluster.processes import RayProcess
 from hpc_rl.system.files import tail
 
@@ -33,7 +33,7 @@ class JobEnd(Exception):
 class Watch:
     """What every node watches all the time."""
 
-    company: Company
+    peers: Peers
     ray: RayProcess
     asked_to_end: threading.Event
     hangs: HangWatch
@@ -44,7 +44,7 @@ class Watch:
         Raises:
             JobEnd: it has to end.
         """
-        self.company.poll()
+        self.peers.poll()
         if self.hangs.found:
             raise JobEnd(1)
         failure = self.ray.failure()
@@ -79,7 +79,7 @@ class Watch:
 
     @property
     def meeting(self) -> Meeting:
-        return self.company.meeting
+        return self.peers.meeting
 
     def last_lines(self, rank: int) -> str:
         """Return the end of a node's log, as the continuation of a message."""

@@ -1,7 +1,7 @@
-"""The company: who of a job's nodes is here, who is lost, and how they ended, as one node sees it. For both job types.
+"""The other nodes of a job, as one node sees them: who is here, who is lost, and how they ended. For both job types.
 
-Node 0 leads: the others report to it over the roll call how they end, and it tells them to end and the exit code that
-all of them take. A job on one node has no roll call, and listens nowhere.
+Node 0 coordinates: the others report to it over the roll call how they end, and it tells them to end and the exit code
+that all of them take. A job on one node has no roll call, and listens nowhere.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ LOOK_S = 1.0
 _TRIES = 5
 
 
-class Ended(Exception):
+class JoinAborted(Exception):
     """The job ended before this node had met the others, which is no news to the user."""
 
     def __init__(self, exit_code: int) -> None:
@@ -35,7 +35,7 @@ class Ended(Exception):
         self.exit_code = exit_code
 
 
-class Lead:
+class Coordinator:
     """The side of node 0."""
 
     def __init__(self, meeting: Meeting, roll: RollCall | None = None) -> None:
@@ -103,7 +103,7 @@ class Lead:
             (self.meeting.attempt_dir / PLACE).unlink(missing_ok=True)
 
 
-class Mate:
+class Participant:
     """The side of any other node."""
 
     def __init__(self, meeting: Meeting, caller: Caller) -> None:
@@ -144,10 +144,10 @@ class Mate:
         self._caller.close()
 
 
-Company = Lead | Mate
+Peers = Coordinator | Participant
 
 
-def lead(meeting: Meeting, address: str, port: int | None = None) -> Lead:
+def coordinate(meeting: Meeting, address: str, port: int | None = None) -> Coordinator:
     """Open the roll call of a job on node 0 and publish where it is.
 
     Args:
@@ -158,7 +158,7 @@ def lead(meeting: Meeting, address: str, port: int | None = None) -> Lead:
         UserError: no port can be opened.
     """
     if len(meeting.nodes) == 1:
-        return Lead(meeting)
+        return Coordinator(meeting)
     secret = secrets.token_hex(32)
     for left in reversed(range(_TRIES)):
         chosen = free_port(address) if port is None else port
@@ -173,10 +173,10 @@ def lead(meeting: Meeting, address: str, port: int | None = None) -> Lead:
                 ) from error
     place = {"address": address, "port": chosen, "secret": secret}
     write_atomically(meeting.attempt_dir / PLACE, json.dumps(place), forbidden=0o077)
-    return Lead(meeting, roll)
+    return Coordinator(meeting, roll)
 
 
-def join(meeting: Meeting, timeout_s: float, asked_to_end: threading.Event | None = None) -> Mate:
+def join(meeting: Meeting, timeout_s: float, asked_to_end: threading.Event | None = None) -> Participant:
     """Connect to the roll call of node 0.
 
     Args:
@@ -188,9 +188,9 @@ def join(meeting: Meeting, timeout_s: float, asked_to_end: threading.Event | Non
 
     def check() -> None:
         if asked_to_end is not None and asked_to_end.is_set():
-            raise Ended(TERMINATED)
+            raise JoinAborted(TERMINATED)
         if 0 in (failures := meeting.failures()):  # it has printed why
-            raise Ended(failures[0])
+            raise JoinAborted(failures[0])
 
     deadline = time.monotonic() + timeout_s
     path = meeting.await_file(PLACE, timeout_s, check)
@@ -198,7 +198,7 @@ def join(meeting: Meeting, timeout_s: float, asked_to_end: threading.Event | Non
     while True:
         try:
             where = (place["address"], place["port"])
-            return Mate(
+            return Participant(
                 meeting, Caller(*where, meeting.node_rank, place["secret"].encode(), timeout_s=CONNECT_TIMEOUT_S)
             )
         except OSError as error:
