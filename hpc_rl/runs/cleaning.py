@@ -14,10 +14,10 @@ from pathlib import Path
 from typing import Any
 
 from hpc_rl.errors import UserError
-from hpc_rl.run_dir import RunDir, submitting
+from hpc_rl.run_dir import RunDir
 from hpc_rl.runs.control import settled_status
 from hpc_rl.runs.finding import find_run
-from hpc_rl.runs.folders import ROOT, is_pipeline, is_run, is_sweep, runs_below
+from hpc_rl.runs.folders import ROOT, is_pipeline, is_run, is_sweep, runs_below, submitting
 from hpc_rl.runs.run_sets import find_run_set
 from hpc_rl.runs.status import RunStatus
 from hpc_rl.system import entries

@@ -89,6 +89,14 @@ def check_edits(run: RunDir) -> list[str]:
     return [f"{run.config} was edited:", *(f"  {key}: {edit}" for key, edit in found.items())]
 
 
+def edited_since(run: RunDir) -> Path | None:
+    """Return the folder of the newest attempt with settings if config.yaml was changed after it, or None."""
+    attempt = run.attempt_with_settings()
+    if attempt is None or not run.config.is_file():
+        return None
+    return attempt if _bytes(run.config) != _bytes(attempt / run.config.name) else None
+
+
 def _binds(run: RunDir, kind: str, file: Path) -> list[str]:
     config = _read(kind, file)
     if config.container.image is None:
@@ -101,6 +109,7 @@ def _read(kind: str, file: Path) -> JobConfig:
 
 
 def _bytes(file: Path) -> bytes | None:
+    """Return what a file of a run contains; None if it cannot be read, as a link, which no job has written."""
     try:
         return read_regular(file)
     except OSError:

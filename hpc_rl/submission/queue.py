@@ -15,9 +15,9 @@ from pathlib import Path
 
 from hpc_rl.errors import UnclearError, UserError
 from hpc_rl.liveness.signs_of_life import doing
-from hpc_rl.run_dir import SHARED_MODE, SUBMISSION, RunDir, submitting
+from hpc_rl.run_dir import RunDir
 from hpc_rl.runs import control
-from hpc_rl.runs.folders import ROOT, is_run, remember
+from hpc_rl.runs.folders import ROOT, SUBMISSION, is_run, remember, submitting
 from hpc_rl.slurm import commands
 from hpc_rl.slurm.place import Place, is_single
 from hpc_rl.software import git
@@ -30,6 +30,8 @@ from hpc_rl.submission.series.after import After
 from hpc_rl.system.files import write_atomically
 from hpc_rl.system.processes import held_interrupts
 
+SHARED_MODE = 0o2750
+"""Permissions of a run directory with slurm.group: files that are created in it belong to the group too (setgid)."""
 GIT_MAX_BYTES = 1_000_000
 
 

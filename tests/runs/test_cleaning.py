@@ -10,7 +10,7 @@ from hpc_rl import run_dir
 from hpc_rl.cli import app
 from hpc_rl.cli.text import size_text
 from hpc_rl.errors import UserError
-from hpc_rl.run_dir import SWEEP_MARK, TOKENIZED, RunDir, submitting
+from hpc_rl.run_dir import SWEEP_MARK, TOKENIZED, RunDir
 from hpc_rl.runs import cleaning
 from hpc_rl.runs.cleaning import (
     DAY_S,
@@ -24,7 +24,7 @@ from hpc_rl.runs.cleaning import (
     usage_of,
     whole_runs,
 )
-from hpc_rl.runs.folders import runs_below
+from hpc_rl.runs.folders import runs_below, submitting
 from hpc_rl.runs.status import RunStatus, status_of
 from hpc_rl.system import entries
 from hpc_rl.training.checkpoints import checksums, folders

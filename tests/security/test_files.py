@@ -20,8 +20,9 @@ import pytest
 
 from hpc_rl.errors import UserError
 from hpc_rl.images.build import _workplace
-from hpc_rl.run_dir import RunDir, submitting
+from hpc_rl.run_dir import RunDir
 from hpc_rl.runs import control
+from hpc_rl.runs.folders import submitting
 from hpc_rl.runs.status import status_of
 from hpc_rl.software.jit_caches import kept_folder
 from hpc_rl.submission.preflight.folders import check_run_dir
