@@ -30,7 +30,7 @@ from hpc_rl.environments import protocol as environments
 from hpc_rl.environments.loading import load_definition
 from hpc_rl.environments.protocol import Episode
 from hpc_rl.environments.tool_calls import ToolCall
-from hpc_rl.rewards.load import load_function
+from hpc_rl.rewards.worker import load_function
 from hpc_rl.system import accelerators
 from hpc_rl.training.models.attention.packed_batch import pack_samples
 from hpc_rl.training.models.causal_lm import load_model

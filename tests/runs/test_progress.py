@@ -9,7 +9,7 @@ from rich.console import Console
 
 from hpc_rl.liveness import signs_of_life
 from hpc_rl.liveness.signs_of_life import Life
-from hpc_rl.tracking.progress import ProgressView
+from hpc_rl.runs.follow import ProgressView
 
 RECORD = {"step": 7, "total_steps": 20, "time": 1e9, "train/loss": 1.25, "perf/tokens_per_s": 5e4, "perf/eta_s": 61}
 
@@ -44,7 +44,7 @@ def test_progress_elsewhere_prints_nothing() -> None:
 
 def test_what_a_login_node_imports_is_light() -> None:
     code = (
-        "import sys, hpc_rl.data.reading.rows, hpc_rl.tracking.progress, hpc_rl.tracking.page.report\n"
+        "import sys, hpc_rl.data.reading.rows, hpc_rl.runs.follow, hpc_rl.tracking.page.report\n"
         "assert not {'torch', 'transformers', 'numpy', 'pyarrow', 'wandb', 'datasets'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=600)
