@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from hpc_rl.errors import UserError
-from hpc_rl.formats.typed_json import JOB, STATUS, is_job_id, kept
+from hpc_rl.formats.typed_json import JOB, STATUS, is_job_id, well_typed
 from hpc_rl.system.files import ATTEMPT, NotPlainError, open_regular, read_json, read_regular, write_atomically
 from hpc_rl.system.locks import try_lock
 from hpc_rl.system.ownership import foreign_entry, open_own, weakness
@@ -201,18 +201,18 @@ class RunDir:
 
     def read_job(self) -> dict[str, Any]:
         """Return job.json; empty if there is none, or it is damaged."""
-        return kept(read_json(self.job), JOB)
+        return well_typed(read_json(self.job), JOB)
 
     def read_status(self) -> dict[str, Any]:
         """Return status.json; empty if there is none, or it is damaged."""
-        return kept(read_json(self.status), STATUS)
+        return well_typed(read_json(self.status), STATUS)
 
     def damaged(self) -> list[str]:
         """Return a line for each file of the run that exists and cannot be read."""
         found = {path: _problem(path) for path in (self.config, self.metrics, self.samples, self.evaluation)}
         for path, types in ((self.job, JOB), (self.status, STATUS)):
             record = read_json(path)
-            is_damaged = path.exists() and (not record or kept(record, types) != record)
+            is_damaged = path.exists() and (not record or well_typed(record, types) != record)
             found[path] = _problem(path) or ("it is damaged" if is_damaged else None)
         return [f"{path} is left out: {problem}" for path, problem in found.items() if problem]
 

@@ -33,7 +33,7 @@ _IN_STEP = "SLURM_STEP_ID"
 _REASONS = {signal.SIGTERM: PREEMPTION, signal.SIGUSR2: REQUEUE}
 
 
-class Received(NamedTuple):
+class ReceivedSignal(NamedTuple):
     """A signal that has come."""
 
     number: int
@@ -41,7 +41,7 @@ class Received(NamedTuple):
     """Seconds of the monotonic clock."""
 
 
-def heed_signals(meeting: Meeting) -> threading.Event:
+def handle_signals(meeting: Meeting) -> threading.Event:
     """From now on, let the run save when Slurm signals this process.
 
     Returns:
@@ -49,11 +49,11 @@ def heed_signals(meeting: Meeting) -> threading.Event:
         if the whole job was signalled, and at the first one if a part of the job has failed or Slurm did not start it.
     """
     asked_to_end = threading.Event()
-    received: list[Received] = []
+    received: list[ReceivedSignal] = []
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR2):
         # A handler may interrupt any function, so it does no more than this.
-        signal.signal(number, lambda number, _frame: received.append(Received(number, time.monotonic())))
-    threading.Thread(target=_heed, args=(received, meeting, asked_to_end), daemon=True).start()
+        signal.signal(number, lambda number, _frame: received.append(ReceivedSignal(number, time.monotonic())))
+    threading.Thread(target=_handle, args=(received, meeting, asked_to_end), daemon=True).start()
     return asked_to_end
 
 
@@ -75,7 +75,7 @@ def ask_to_save(run: RunDir, reason: str) -> None:
         stop.write(f"{reason}\n")
 
 
-def has_to_end(received: Sequence[Received], since_s: float, meeting: Meeting) -> bool:
+def has_to_end(received: Sequence[ReceivedSignal], since_s: float, meeting: Meeting) -> bool:
     """Return whether a node entry has to end.
 
     Args:
@@ -97,7 +97,7 @@ def has_failed(meeting: Meeting) -> bool:
     return not codes <= {0, EXIT_STOPPED}
 
 
-def _heed(received: list[Received], meeting: Meeting, asked_to_end: threading.Event) -> None:
+def _handle(received: list[ReceivedSignal], meeting: Meeting, asked_to_end: threading.Event) -> None:
     while not received:
         time.sleep(_POLL_S)
     began = time.monotonic()

@@ -28,7 +28,7 @@ from hpc_rl.node.peers import Peers, coordinate, join
 from hpc_rl.node.rank import ENV_NODE_RANK, ENV_NODES
 from hpc_rl.node.rank_ends import log_path, node_end
 from hpc_rl.node.shown_log import ShownLog
-from hpc_rl.node.signals import end_when, heed_signals
+from hpc_rl.node.signals import end_when, handle_signals
 from hpc_rl.run_dir import ENV_GROUP_DIR
 from hpc_rl.slurm.allocation import Allocation
 from hpc_rl.software.jit_caches import jit_cache_defaults
@@ -36,7 +36,7 @@ from hpc_rl.system.disk import tolerate_lost_output
 from hpc_rl.system.files import open_to_append
 from hpc_rl.system.numa import numa_defaults
 from hpc_rl.system.processes import adopt_orphans, end, end_descendants, start
-from hpc_rl.system.scratch import held_scratch, programs_tmpdir
+from hpc_rl.system.scratch import job_scratch, programs_tmpdir
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -47,7 +47,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _take_part(allocation: Allocation, meeting: Meeting, options: argparse.Namespace) -> int:
     rank, processes = allocation.node_rank, options.processes
     adopt_orphans()
-    with held_scratch(os.environ, allocation.job_id, meeting.attempt_dir, rank) as scratch:
+    with job_scratch(os.environ, allocation.job_id, meeting.attempt_dir, rank) as scratch:
         interface, peers, place = _meet(allocation, meeting, options, scratch)
         inherited = repaired(os.environ, options.device, interface, allocation, place["MASTER_ADDR"])
         environ = process_environment(inherited, allocation, options, interface, scratch) | place
@@ -55,7 +55,7 @@ def _take_part(allocation: Allocation, meeting: Meeting, options: argparse.Names
         shown = ShownLog(log_path(meeting.attempt_dir, 0, 0), "rank 0")
         watched = WatchedNode(meeting.attempt_dir, meeting.nodes, rank, scratch / HEARTBEATS, options.device)
         with open_to_append(meeting.log(rank)) as log:
-            asked_to_end = heed_signals(meeting)
+            asked_to_end = handle_signals(meeting)
             child = start(command, environ, log)
             try:
                 end_when(asked_to_end, child)

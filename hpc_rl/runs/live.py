@@ -99,7 +99,7 @@ class WatchedRun:
         self._records: list[Record] = read_thinned(run.metrics, MOST_STEPS).records
         self._metrics = Follower.at_end(run.metrics)
         self._interval = control.STATE_POLL_S[0]
-        self._ending = control.Ending()
+        self._ending = control.EndDetector()
         self._ask()
 
     @property

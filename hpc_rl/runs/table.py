@@ -12,7 +12,7 @@ from typing import Any
 
 from hpc_rl.config.tree import read_options
 from hpc_rl.errors import UserError
-from hpc_rl.formats.typed_json import STATUS, kept
+from hpc_rl.formats.typed_json import STATUS, well_typed
 from hpc_rl.run_dir import UNFINISHED, RunDir
 from hpc_rl.runs.folders import ROOT, is_run, run_paths
 from hpc_rl.runs.run_sets import RunSet, find_run_set, run_set_in
@@ -113,7 +113,7 @@ def find_rows(target: str | None, recent: bool = False) -> tuple[list[RunRow], i
 def _ended_at(path: str) -> float | None:
     """Return when the newest job of a run directory recorded its end, in Unix seconds; None if it has not, as far as is
     known. The path is text, which is faster if there are thousands of runs."""
-    state = kept(read_json(f"{path}/status.json"), STATUS).get("state")
+    state = well_typed(read_json(f"{path}/status.json"), STATUS).get("state")
     if state is None or state in UNFINISHED:
         return None
     ended = _written_at(f"{path}/status.json")

@@ -55,7 +55,7 @@ def edits(run: RunDir, kind: str) -> dict[str, Edit]:
     return {key: Edit(written[key], wanted[key]) for key in wanted if written[key] != wanted[key]}
 
 
-def kept(config: JobConfig, found: Mapping[str, Edit]) -> dict[str, Edit]:
+def effective_edits(config: JobConfig, found: Mapping[str, Edit]) -> dict[str, Edit]:
     """Return the edits that a new configuration of the run has: those that nobody has typed another value for."""
     values = _values(config)
     return {key: edit for key, edit in found.items() if values[key] == edit.wanted}
@@ -63,7 +63,7 @@ def kept(config: JobConfig, found: Mapping[str, Edit]) -> dict[str, Edit]:
 
 def without(config: JobConfig, found: Mapping[str, Edit]) -> str:
     """Return a configuration as YAML without the edits that it has, so that they are found again."""
-    for key, edit in kept(config, found).items():
+    for key, edit in effective_edits(config, found).items():
         config = config.updated(key, edit.written)
     return dump(config)
 

@@ -58,7 +58,7 @@ def unusable(root: Path, group: int | None = None) -> str | None:
         return explained(error, root)
 
 
-class Building:
+class EntryWriter:
     """A new entry that this process writes.
 
     Raises:

@@ -47,7 +47,7 @@ class Unwritable(Exception):
 
 
 @dataclass(frozen=True)
-class Team:
+class FolderRanks:
     """The ranks that see the same folder, from the view of one of them."""
 
     leader: int
@@ -83,7 +83,7 @@ def open_tokenized(
         Stopped: the run stops before the data is tokenized.
     """
     try:
-        return open_kept(request, root, group, world, stopping)
+        return open_cached(request, root, group, world, stopping)
     except Unwritable as error:
         problem = str(error)
     if world.is_main:
@@ -103,7 +103,7 @@ def open_tokenized(
             ) from error
 
 
-def open_kept(
+def open_cached(
     request: TokenizeRequest, root: Path, group: int | None, world: World, stopping: Stopping
 ) -> tuple[Tokenized[Any], Any]:
     """Return the same as `open_tokenized`, but from files in `root`, and nowhere else.
@@ -140,15 +140,15 @@ def _sees_all(world: World, root: Path) -> bool:
         return not world.any(not (root / name).exists())
 
 
-def _team(world: World, is_one: bool) -> Team:
+def _team(world: World, is_one: bool) -> FolderRanks:
     """Return this rank's team: all ranks, or those of its node."""
     hosts = [""] * world.size if is_one else world.gather(socket.gethostname())
     ranks = tuple(rank for rank, host in enumerate(hosts) if host == hosts[world.rank])
-    return Team(ranks[0], ranks, world.rank)
+    return FolderRanks(ranks[0], ranks, world.rank)
 
 
 @contextlib.contextmanager
-def _temporary(world: World, team: Team) -> Iterator[Path]:
+def _temporary(world: World, team: FolderRanks) -> Iterator[Path]:
     """Yield a temporary folder, which the leader of a team creates and removes: files that are open stay readable."""
     with contextlib.ExitStack() as stack:
 
@@ -165,7 +165,7 @@ def _temporary(world: World, team: Team) -> Iterator[Path]:
 
 
 def _obtained(
-    request: TokenizeRequest, root: Path, team: Team, world: World, stopping: Stopping
+    request: TokenizeRequest, root: Path, team: FolderRanks, world: World, stopping: Stopping
 ) -> tuple[Tokenized[Any], Any]:
     """Return the data from an entry, which is written if there is none. See `open_tokenized`."""
     entry = root / request.name
@@ -185,8 +185,13 @@ def _obtained(
 
 
 def _begun(
-    request: TokenizeRequest, root: Path, damage: str | None, team: Team, world: World, stack: contextlib.ExitStack
-) -> entries.Building | None:
+    request: TokenizeRequest,
+    root: Path,
+    damage: str | None,
+    team: FolderRanks,
+    world: World,
+    stack: contextlib.ExitStack,
+) -> entries.EntryWriter | None:
     """Begin an entry if this rank leads a team that has none, or whose entry is damaged. Every rank calls this.
 
     Args:
@@ -196,7 +201,7 @@ def _begun(
     Raises:
         Unwritable: a team cannot write.
     """
-    building: entries.Building | None = None
+    building: entries.EntryWriter | None = None
     problem: str | None = None
     entry = root / request.name
     if team.leads:
@@ -207,7 +212,7 @@ def _begun(
             if not entry.exists():
                 with contextlib.suppress(OSError):
                     entries.sweep(root)
-                building = entries.Building(root, request.name)
+                building = entries.EntryWriter(root, request.name)
                 stack.callback(building.discard)
         except OSError as error:
             problem = explained(error, root)
@@ -218,8 +223,8 @@ def _begun(
 def _write(
     request: TokenizeRequest,
     root: Path,
-    building: entries.Building | None,
-    team: Team,
+    building: entries.EntryWriter | None,
+    team: FolderRanks,
     world: World,
     stopping: Stopping,
 ) -> bool:
@@ -266,7 +271,7 @@ def _tokenize(part: PartWriter | None, world: World, stopping: Stopping) -> None
 
 
 def _publish(
-    request: TokenizeRequest, root: Path, building: entries.Building, summaries: Sequence[Mapping[str, Any]]
+    request: TokenizeRequest, root: Path, building: entries.EntryWriter, summaries: Sequence[Mapping[str, Any]]
 ) -> str | None:
     """Complete an entry, and remove those of earlier contents. Return why this is not possible, or None."""
     try:

@@ -21,7 +21,7 @@ from hpc_rl.environments.bash_tool import Bash
 from hpc_rl.environments.loading import load_definition
 from hpc_rl.environments.protocol import Episode
 from hpc_rl.environments.python_tool import Python, report
-from hpc_rl.environments.sandbox import RUNNERS, Limits, Output, Ran, Sandbox, find_runner, tree_usage
+from hpc_rl.environments.sandbox import RUNNERS, Limits, Output, ProgramResult, Sandbox, find_runner, tree_usage
 from hpc_rl.environments.tool_calls import ToolCall
 from hpc_rl.errors import UserError
 from hpc_rl.system.processes import descendants
@@ -54,7 +54,7 @@ def nothing_is_left() -> Iterator[None]:
     assert set(descendants(os.getpid())) <= before
 
 
-def run(runner: str, code: str, limits: Limits = LIMITS) -> Ran:
+def run(runner: str, code: str, limits: Limits = LIMITS) -> ProgramResult:
     """Run a Python program."""
     return Sandbox(runner, limits=limits).run(["python3", "-I", "-u", "-c", code])
 
@@ -297,7 +297,7 @@ def test_what_is_refused(runner: str, tmp_path: Path, monkeypatch: pytest.Monkey
 
 def test_the_start_is_checked_once(monkeypatch: pytest.MonkeyPatch) -> None:
     started: list[str] = []
-    monkeypatch.setattr(sandbox, "_run", lambda argv, *_: started.append(argv[0]) or Ran("started\n", 0))
+    monkeypatch.setattr(sandbox, "_run", lambda argv, *_: started.append(argv[0]) or ProgramResult("started\n", 0))
     sandbox._check_start.cache_clear()
     for _ in range(2):
         sandbox._check_start(("here",), 1.0)
@@ -307,10 +307,10 @@ def test_the_start_is_checked_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_reports() -> None:
-    assert report(Ran("", 0)) == "[no output]"
-    assert report(Ran("a\n", 0)) == "a\n"
-    assert report(Ran("a\n", 2)) == "a\n[exit code 2]"
-    assert report(Ran("", 137, "more than 5 s")) == "[ended: it used more than 5 s]"
+    assert report(ProgramResult("", 0)) == "[no output]"
+    assert report(ProgramResult("a\n", 0)) == "a\n"
+    assert report(ProgramResult("a\n", 2)) == "a\n[exit code 2]"
+    assert report(ProgramResult("", 137, "more than 5 s")) == "[ended: it used more than 5 s]"
 
 
 def test_output_keeps_both_ends() -> None:

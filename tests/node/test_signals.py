@@ -10,10 +10,10 @@ import pytest
 
 from hpc_rl.node.meeting import Meeting
 from hpc_rl.node.rank import RankExit
-from hpc_rl.node.signals import ONE_S, SAVING_S, Received, ask_to_save, end_when, has_failed, has_to_end
+from hpc_rl.node.signals import ONE_S, SAVING_S, ReceivedSignal, ask_to_save, end_when, has_failed, has_to_end
 from hpc_rl.run_dir import RunDir, terminated_file
 
-TERM = Received(signal.SIGTERM, 0.0)
+TERM = ReceivedSignal(signal.SIGTERM, 0.0)
 
 
 @pytest.fixture
@@ -30,14 +30,14 @@ def rank_ended(meeting: Meeting, code: int) -> None:
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR2])
 def test_the_first_signal_leaves_time_to_save_and_the_second_does_not(meeting: Meeting, number: int) -> None:
-    first = Received(number, 100.0)
+    first = ReceivedSignal(number, 100.0)
     assert not has_to_end([first], 1e6, meeting)
-    assert has_to_end([first, Received(signal.SIGTERM, 100.0 + 1.01 * ONE_S)], 0, meeting)
-    assert has_to_end([Received(signal.SIGINT, 0)], 0, meeting)
+    assert has_to_end([first, ReceivedSignal(signal.SIGTERM, 100.0 + 1.01 * ONE_S)], 0, meeting)
+    assert has_to_end([ReceivedSignal(signal.SIGINT, 0)], 0, meeting)
 
 
 def test_slurm_may_send_one_signal_twice(meeting: Meeting) -> None:
-    twice = [Received(signal.SIGTERM, 100.0), Received(signal.SIGTERM, 100.0 + 0.99 * ONE_S)]
+    twice = [ReceivedSignal(signal.SIGTERM, 100.0), ReceivedSignal(signal.SIGTERM, 100.0 + 0.99 * ONE_S)]
     assert not has_to_end(twice, 0, meeting)
 
 

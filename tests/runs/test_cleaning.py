@@ -14,7 +14,7 @@ from hpc_rl.run_dir import SWEEP_MARK, TOKENIZED, RunDir
 from hpc_rl.runs import cleaning
 from hpc_rl.runs.cleaning import (
     DAY_S,
-    Usage,
+    DiskUsage,
     leftovers,
     old_checkpoints,
     older_than,
@@ -44,8 +44,8 @@ def make_run(folder: Path, name: str, state: str = "COMPLETED", steps: tuple[int
     return run
 
 
-def usage(run: RunDir, *, active: bool = False, age_s: float = 0) -> Usage:
-    return Usage(run, "RUNNING" if active else "COMPLETED", active, 0, 0, 77, age_s)
+def usage(run: RunDir, *, active: bool = False, age_s: float = 0) -> DiskUsage:
+    return DiskUsage(run, "RUNNING" if active else "COMPLETED", active, 0, 0, 77, age_s)
 
 
 def test_sizes_of_a_run(tmp_path: Path) -> None:
@@ -215,7 +215,7 @@ def test_a_run_that_slurm_cannot_tell_of_is_active() -> None:
 
 
 def make_entry(root: Path, name: str, size: int, age_s: float = 0.0) -> Path:
-    building = entries.Building(root, name)
+    building = entries.EntryWriter(root, name)
     (building.folder / "part").write_bytes(bytes(size))
     (building.folder / "data.json").write_text(json.dumps({"files": ["a.jsonl", "b.jsonl"]}))
     building.publish()

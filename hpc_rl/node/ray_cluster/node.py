@@ -30,7 +30,7 @@ from hpc_rl.node.ray_cluster.limits import raise_file_limit
 from hpc_rl.node.ray_cluster.member import Member
 from hpc_rl.node.ray_cluster.processes import RayProcess
 from hpc_rl.node.ray_cluster.watch import JobEnd, Watch
-from hpc_rl.node.signals import heed_signals
+from hpc_rl.node.signals import handle_signals
 from hpc_rl.slurm.allocation import Allocation
 from hpc_rl.system.disk import tolerate_lost_output
 from hpc_rl.system.files import open_to_append
@@ -50,7 +50,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run_and_clean_up(allocation: Allocation, meeting: Meeting, options: argparse.Namespace) -> int:
-    asked_to_end = heed_signals(meeting)
+    asked_to_end = handle_signals(meeting)
     adopt_orphans()
     raise_file_limit()
     with prepared_layout(allocation, meeting.attempt_dir, options) as layout:

@@ -63,7 +63,7 @@ from hpc_rl.submission.preflight.model import (
     check_same_vocabulary,
     check_unquantised,
 )
-from hpc_rl.submission.preflight.partition import ask_of, check_partition
+from hpc_rl.submission.preflight.partition import check_partition, partition_request
 from hpc_rl.submission.preflight.program import (
     check_agent,
     check_packages,
@@ -310,7 +310,7 @@ def program(job: Job) -> Iterator[Question]:
 
 def partition(job: Job) -> Iterator[Question]:
     """Ask whether the partition has enough nodes, and time, for the job."""
-    if ask := ask_of(job.config):
+    if ask := partition_request(job.config):
         yield check_partition, ask, job.nodes
 
 
