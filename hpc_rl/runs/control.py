@@ -56,7 +56,7 @@ def wait(
     """Wait until the run's job has ended and return its exit code. `on_poll` is called several times a second, and
     `on_status` whenever Slurm was asked.
 
-    A job that is queued again has not ended; see `Ending`.
+    A job that is queued again has not ended; see `EndDetector`.
     """
     interval, most = STATE_POLL_S
     next_look, seen, ending = 0.0, None, EndDetector()

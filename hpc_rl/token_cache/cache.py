@@ -47,7 +47,7 @@ class Unwritable(Exception):
 
 
 @dataclass(frozen=True)
-class FolderRanks:
+class Team:
     """The ranks that see the same folder, from the view of one of them."""
 
     leader: int
@@ -140,15 +140,15 @@ def _sees_all(world: World, root: Path) -> bool:
         return not world.any(not (root / name).exists())
 
 
-def _team(world: World, is_one: bool) -> FolderRanks:
+def _team(world: World, is_one: bool) -> Team:
     """Return this rank's team: all ranks, or those of its node."""
     hosts = [""] * world.size if is_one else world.gather(socket.gethostname())
     ranks = tuple(rank for rank, host in enumerate(hosts) if host == hosts[world.rank])
-    return FolderRanks(ranks[0], ranks, world.rank)
+    return Team(ranks[0], ranks, world.rank)
 
 
 @contextlib.contextmanager
-def _temporary(world: World, team: FolderRanks) -> Iterator[Path]:
+def _temporary(world: World, team: Team) -> Iterator[Path]:
     """Yield a temporary folder, which the leader of a team creates and removes: files that are open stay readable."""
     with contextlib.ExitStack() as stack:
 
@@ -165,7 +165,7 @@ def _temporary(world: World, team: FolderRanks) -> Iterator[Path]:
 
 
 def _obtained(
-    request: TokenizeRequest, root: Path, team: FolderRanks, world: World, stopping: Stopping
+    request: TokenizeRequest, root: Path, team: Team, world: World, stopping: Stopping
 ) -> tuple[Tokenized[Any], Any]:
     """Return the data from an entry, which is written if there is none. See `open_tokenized`."""
     entry = root / request.name
@@ -188,7 +188,7 @@ def _begun(
     request: TokenizeRequest,
     root: Path,
     damage: str | None,
-    team: FolderRanks,
+    team: Team,
     world: World,
     stack: contextlib.ExitStack,
 ) -> entries.EntryWriter | None:
@@ -224,7 +224,7 @@ def _write(
     request: TokenizeRequest,
     root: Path,
     building: entries.EntryWriter | None,
-    team: FolderRanks,
+    team: Team,
     world: World,
     stopping: Stopping,
 ) -> bool:

@@ -21,7 +21,7 @@ from hpc_rl.tracking.timeline import Timeline, read_timeline
 
 STAGE = "stage"
 STAGE_KEYS = (ROUND, STAGE)
-"""Keys of `Recorded.swept` of the runs of a pipeline."""
+"""Keys of `RecordedRun.swept` of the runs of a pipeline."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class RecordedRun:
     expected: Expected | None = None
     """What the plan of the run expected; None if there was none."""
     every: int = 1
-    """The records are those of every so many steps; see `metrics.Thinned`."""
+    """The records are those of every so many steps; see `metrics.ThinnedRecords`."""
     swept: dict[str, str] = field(default_factory=dict)
     """What distinguishes the run from the others of its sweep or pipeline: swept key -> value; or round and stage."""
     kind: str = ""

@@ -16,7 +16,7 @@ import pytest
 from hpc_rl.system import entries
 from hpc_rl.system.entries import LOCK, EntryWriter, hold
 
-BUILD = "building = entries.Building(root, 'one')"
+BUILD = "building = entries.EntryWriter(root, 'one')"
 HOLD = "held = entries.hold(root / 'one')"
 
 

@@ -41,10 +41,10 @@ def test_the_temporary_folder_is_private_and_goes_with_all_in_it(tmp_path: Path)
         assert another != folder
 
 
-@pytest.mark.parametrize("folder", ["held_scratch(os.environ, '1', pathlib.Path('.'), 0)", "own_scratch(os.environ)"])
+@pytest.mark.parametrize("folder", ["job_scratch(os.environ, '1', pathlib.Path('.'), 0)", "own_scratch(os.environ)"])
 def test_folders_of_killed_jobs_are_removed_and_no_others(tmp_path: Path, folder: str) -> None:
     environ = {"TMPDIR": str(tmp_path), "SLURM_JOB_ID": "1"}
-    make = "import os, sys, pathlib; from hpc_rl.system.scratch import held_scratch, own_scratch\n"
+    make = "import os, sys, pathlib; from hpc_rl.system.scratch import job_scratch, own_scratch\n"
     hold = make + f"with {folder} as path: print(path, flush=True); input()"
     with subprocess.Popen(
         [sys.executable, "-c", hold], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=tmp_path,

@@ -31,7 +31,7 @@ from hpc_rl.run_dir import RunDir
 from hpc_rl.system import entries
 from hpc_rl.token_cache import cache
 from hpc_rl.token_cache import entry as entry_module
-from hpc_rl.token_cache.cache import FolderRanks, open_tokenized
+from hpc_rl.token_cache.cache import Team, open_tokenized
 from hpc_rl.token_cache.entry import Files, TokenizeRequest
 from hpc_rl.training.parallel import distributed
 from hpc_rl.training.parallel.distributed import World
@@ -458,11 +458,11 @@ def test_a_run_stops_while_it_tokenizes(file: Path, root: Path, monkeypatch: pyt
 
 
 def test_the_ranks_of_a_team_and_their_parts() -> None:
-    assert FolderRanks(0, (0, 1, 2), 2).part() == (2, 3) and FolderRanks(0, (0, 1, 2), 2).share() == (2, 3)
-    assert FolderRanks(0, (0, 1, 2), 0).leads and not FolderRanks(0, (0, 1, 2), 1).leads
-    assert FolderRanks(4, (4, 5), 5).part() == (1, 2) and FolderRanks(4, (4, 5), 4).leads
+    assert Team(0, (0, 1, 2), 2).part() == (2, 3) and Team(0, (0, 1, 2), 2).share() == (2, 3)
+    assert Team(0, (0, 1, 2), 0).leads and not Team(0, (0, 1, 2), 1).leads
+    assert Team(4, (4, 5), 5).part() == (1, 2) and Team(4, (4, 5), 4).leads
     ranks = tuple(range(130))  # three ranks for each of at most 64 parts
-    parts = [FolderRanks(0, ranks, rank).part() for rank in ranks]
+    parts = [Team(0, ranks, rank).part() for rank in ranks]
     assert parts[:7] == [(0, 44), None, None, (1, 44), None, None, (2, 44)]
     assert [part for part in parts if part] == [(number, 44) for number in range(44)]
 
