@@ -13,8 +13,8 @@ from rich.live import Live
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.text import Text
 
+from hpc_rl.liveness.activity import hide_activity
 from hpc_rl.liveness.shown_text import shown, terminal
-from hpc_rl.liveness.signs_of_life import end_signs_of_life
 from hpc_rl.run_dir import RunDir
 from hpc_rl.runs.stages import Stages
 from hpc_rl.runs.status import current_job, job_log
@@ -45,7 +45,7 @@ class ProgressView:
 
     def __enter__(self) -> Self:
         if self._live is not None:
-            end_signs_of_life()
+            hide_activity()
             self._live.start()
         return self
 

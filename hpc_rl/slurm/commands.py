@@ -11,7 +11,7 @@ import time
 from collections.abc import Iterable, Sequence
 
 from hpc_rl.errors import UserError
-from hpc_rl.liveness.signs_of_life import doing
+from hpc_rl.liveness.activity import doing
 from hpc_rl.slurm import cluster
 from hpc_rl.slurm.accounting import COLUMNS, JobStart, read_starts
 from hpc_rl.slurm.place import NoAnswer as NoAnswer

@@ -25,7 +25,7 @@ from submitit.slurm.slurm import SlurmExecutor
 from hpc_rl.config.compose import compose
 from hpc_rl.config.tree import flat
 from hpc_rl.errors import UnclearError, UserError
-from hpc_rl.liveness.signs_of_life import doing
+from hpc_rl.liveness.activity import doing
 from hpc_rl.run_dir import RunDir
 from hpc_rl.runs.folders import ROOT
 from hpc_rl.slurm import commands

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hpc_rl.errors import UnclearError, UserError
-from hpc_rl.liveness.signs_of_life import doing
+from hpc_rl.liveness.activity import doing
 from hpc_rl.run_dir import RunDir
 from hpc_rl.runs import control
 from hpc_rl.runs.folders import ROOT, SUBMISSION, is_run, remember, submitting

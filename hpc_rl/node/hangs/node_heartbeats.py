@@ -80,7 +80,7 @@ class NodeHeartbeats:
         return found
 
     def lost(self, hang_timeout_s: float, exchange_s: float) -> dict[int, float]:
-        """Return the nodes whose entries have given no sign of life for too long, and for how many seconds."""
+        """Return the nodes whose entries have had no heartbeat for too long, and for how many seconds."""
         limit_s = max(hang_timeout_s, _LONGEST_STALL * exchange_s)
         ended = {rank for rank, beat in self._latest.items() if beat.has_ended}
         return {rank: silent for rank, silent in self._silent_s.items() if rank not in ended and silent > limit_s}

@@ -203,7 +203,7 @@ def waiting_driver(processes: Iterable[ProcessStatus]) -> ProcessStatus | None:
 
 
 def described(process: ProcessStatus, all_processes: Iterable[ProcessStatus] = ()) -> str:
-    """Return what a process did when it fell silent: `rank 1 on node n2: no sign of life for 300 s in optimizer`."""
+    """Return what a process did when it fell silent: `rank 1 on node n2: no heartbeat for 300 s in optimizer`."""
     step = process.step or max((other.step for other in all_processes), default=0)
     of_step = f" of step {step}" if step else ""
     where = (
@@ -214,7 +214,7 @@ def described(process: ProcessStatus, all_processes: Iterable[ProcessStatus] = (
         who += " is stopped (SIGSTOP)"
     elif process.state == BLOCKED:
         who += " is blocked in the kernel, usually by a file system"
-    return f"{who}: no sign of life for {process.silent_s:.0f} s{where}"
+    return f"{who}: no heartbeat for {process.silent_s:.0f} s{where}"
 
 
 def not_known(processes: Sequence[ProcessStatus]) -> str:
@@ -224,7 +224,7 @@ def not_known(processes: Sequence[ProcessStatus]) -> str:
     places = sorted({f"{one.phase} of step {one.step}" if one.step else one.phase for one in processes})
     shortest_s, longest_s = min(one.silent_s for one in processes), max(one.silent_s for one in processes)
     return (
-        f"{', '.join(names[:MOST_NAMES] + more)}: no sign of life for {shortest_s:.0f} to {longest_s:.0f} s in "
+        f"{', '.join(names[:MOST_NAMES] + more)}: no heartbeat for {shortest_s:.0f} to {longest_s:.0f} s in "
         f"{', '.join(places[:MOST_NAMES])}; it is not known which of them keeps the others waiting: the stacks "
         "of processes that wait for a GPU do not show it, and neither do the flight records"
     )

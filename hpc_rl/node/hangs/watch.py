@@ -144,7 +144,7 @@ class HangWatch:
     def _others_finding(self, processes: Sequence[ProcessStatus]) -> str:
         """Return what is wrong with other nodes, or with all of them; empty if nothing is."""
         for rank, silent_s in self._heartbeats.lost(self._hang_timeout_s, self._exchange_s).items():
-            return f"the node entry on node {self._node.nodes[rank]}: no sign of life for {silent_s:.0f} s"
+            return f"the node entry on node {self._node.nodes[rank]}: no heartbeat for {silent_s:.0f} s"
         driver = process_status.waiting_driver(processes)
         quiet_s = self._heartbeats.quiet_s(process_status.quiet_s(processes)) if self._node.node_rank == 0 else None
         if driver is None or quiet_s is None or quiet_s <= self._hang_timeout_s:

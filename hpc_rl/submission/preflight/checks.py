@@ -28,7 +28,7 @@ from hpc_rl.formats.model_kind import (
     refuse_without_liger,
 )
 from hpc_rl.images.run_options import image_preflight
-from hpc_rl.liveness.signs_of_life import doing
+from hpc_rl.liveness.activity import doing
 from hpc_rl.plan.memory import Planned, models_of
 from hpc_rl.rewards.check import check_url
 from hpc_rl.software.ray_version import check_ray, installed_ray

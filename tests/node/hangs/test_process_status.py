@@ -197,12 +197,12 @@ def test_a_job_on_gpus_is_seen_as_one() -> None:
 
 def test_what_is_not_known_is_said() -> None:
     assert not_known([GPU_0, replace(GPU_1, phase="data")]) == (
-        "rank 0 on node n1, rank 1 on node n1: no sign of life for 105 to 112 s in data of step 7, optimizer of step 7;"
+        "rank 0 on node n1, rank 1 on node n1: no heartbeat for 105 to 112 s in data of step 7, optimizer of step 7;"
         " it is not known which of them keeps the others waiting: the stacks of processes that wait for a GPU do not "
         "show it, and neither do the flight records"
     )
     many = not_known([replace(GPU_0, name=f"rank {rank}", step=0) for rank in range(7)])
-    assert "rank 3 on node n1, 3 more: no sign of life for 112 to 112 s in optimizer; it is" in many
+    assert "rank 3 on node n1, 3 more: no heartbeat for 112 to 112 s in optimizer; it is" in many
 
 
 def test_a_job_is_quiet_if_all_wait() -> None:
@@ -217,16 +217,16 @@ def test_a_job_is_quiet_if_all_wait() -> None:
 @pytest.mark.parametrize(
     ("seen", "text"),
     [
-        (process(), "rank 0 on node n1: no sign of life for 101 s in optimizer of step 7"),
-        (process(step=0), "rank 0 on node n1: no sign of life for 101 s in optimizer of step 9"),
-        (process(phase="run"), "rank 0 on node n1: no sign of life for 101 s in step 7"),
+        (process(), "rank 0 on node n1: no heartbeat for 101 s in optimizer of step 7"),
+        (process(step=0), "rank 0 on node n1: no heartbeat for 101 s in optimizer of step 9"),
+        (process(phase="run"), "rank 0 on node n1: no heartbeat for 101 s in step 7"),
         (
             process(state="T"),
-            "rank 0 on node n1 is stopped (SIGSTOP): no sign of life for 101 s in optimizer of step 7",
+            "rank 0 on node n1 is stopped (SIGSTOP): no heartbeat for 101 s in optimizer of step 7",
         ),
         (
             process(state="D", step=3),
-            "rank 0 on node n1 is blocked in the kernel, usually by a file system: no sign of life for 101 s in "
+            "rank 0 on node n1 is blocked in the kernel, usually by a file system: no heartbeat for 101 s in "
             "optimizer of step 3",
         ),
     ],
@@ -234,5 +234,5 @@ def test_a_job_is_quiet_if_all_wait() -> None:
 def test_descriptions(seen: ProcessStatus, text: str) -> None:
     assert described(seen, [process(step=9)]) == text
     assert described(process("gcs_server", phase="", step=0, state="T"), []) == (
-        "gcs_server on node n1 is stopped (SIGSTOP): no sign of life for 101 s"
+        "gcs_server on node n1 is stopped (SIGSTOP): no heartbeat for 101 s"
     )

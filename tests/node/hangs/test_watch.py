@@ -93,9 +93,7 @@ def test_a_stopped_process_is_found_and_named(node: WatchedNode, capsys: pytest.
         until(lambda: watch.found)
         assert watch.concluded()
     line = (node.attempt_dir / ".hang").read_text()
-    assert line.startswith("rank 0 on node n1 is stopped (SIGSTOP): no sign of life for ") and line.endswith(
-        "optimizer\n"
-    )
+    assert line.startswith("rank 0 on node n1 is stopped (SIGSTOP): no heartbeat for ") and line.endswith("optimizer\n")
     assert capsys.readouterr().out == (
         f"hpc-rl: hang: {line.strip()}; the stacks of all processes are in {node.attempt_dir / 'stacks'}\n"
     )
@@ -111,7 +109,7 @@ def test_on_gpus_the_rank_is_named_that_the_others_wait_for(node: WatchedNode, t
     stacks = [path.read_text() for path in sorted((node.attempt_dir / "stacks").iterdir())]
     assert [stack_files.waits_for_others(text) for text in stacks] == [False] * 3
     assert re.fullmatch(
-        r"rank 1 on node n1: no sign of life for \d+ s in forward_backward; rank 1 did not reach all_reduce \[\[8\]\], "
+        r"rank 1 on node n1: no heartbeat for \d+ s in forward_backward; rank 1 did not reach all_reduce \[\[8\]\], "
         r"number \d of group default_pg, in which ranks 0, 2 wait.*; the last one was all_gather.*\n",
         line,
     ), line
@@ -167,7 +165,7 @@ def test_another_node_entry_that_stops_is_found(tmp_path: Path, monkeypatch: pyt
     watch = HangWatch(node, 30.0, job_end=unlimited)
     assert [watch._look(elapsed) for elapsed in (1.0, 20.0, 20.0)] == [False, False, False]
     assert watch._look(21.0)
-    assert (tmp_path / ".hang").read_text() == "the node entry on node n2: no sign of life for 61 s\n"
+    assert (tmp_path / ".hang").read_text() == "the node entry on node n2: no heartbeat for 61 s\n"
 
 
 def test_the_nodes_come_to_one_conclusion(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -180,9 +178,7 @@ def test_the_nodes_come_to_one_conclusion(tmp_path: Path, capsys: pytest.Capture
     watch = HangWatch(first, 60.0, job_end=unlimited)
     first.beats.mkdir()
     assert watch._look(1.0)
-    assert (
-        (tmp_path / ".hang").read_text().startswith("rank 1 on node n2 is stopped (SIGSTOP): no sign of life for 70 s")
-    )
+    assert (tmp_path / ".hang").read_text().startswith("rank 1 on node n2 is stopped (SIGSTOP): no heartbeat for 70 s")
     second.beats.mkdir()
     assert HangWatch(second, 60.0, job_end=unlimited)._look(1.0)
     assert capsys.readouterr().out.count("hang: ") == 1  # of the first
@@ -194,7 +190,7 @@ def test_a_job_in_which_everybody_waits(tmp_path: Path) -> None:
     driver = ProcessStatus("the driver", "n1", 1, 61, 60, phase="gen", step=3, waits=True)
     idle = ProcessStatus("rank 0", "n1", 2, 500, 60, phase="run", waits=True)
     assert watch._others_finding([driver, idle]) == (
-        "the driver on node n1: no sign of life for 61 s in gen of step 3; it waits for the others, and all "
+        "the driver on node n1: no heartbeat for 61 s in gen of step 3; it waits for the others, and all "
         "of them wait too"
     )
     assert watch._others_finding([driver, ProcessStatus("rank 0", "n1", 2, 1, 60, phase="update")]) == ""
@@ -213,7 +209,7 @@ LATE = "the walltime ends in 30 s, and the run has not stopped"
     [
         (
             [NodeHeartbeat(processes=(SLOW,)), NodeHeartbeat(processes=(SILENT,))],
-            "rank 1 on node n2: no sign of life for 61 s in data of step 3",
+            "rank 1 on node n2: no heartbeat for 61 s in data of step 3",
         ),
         (
             [NodeHeartbeat(finding="the node entry on node n3: no", processes=(SLOW, SILENT)), NodeHeartbeat()],
@@ -221,11 +217,11 @@ LATE = "the walltime ends in 30 s, and the run has not stopped"
         ),
         (
             [NodeHeartbeat(finding="the node entry on node n3: no"), NodeHeartbeat(processes=(STOPPED,))],
-            "rank 2 on node n2 is stopped (SIGSTOP): no sign of life for 61 s in data of step 3",
+            "rank 2 on node n2 is stopped (SIGSTOP): no heartbeat for 61 s in data of step 3",
         ),
         (
             [NodeHeartbeat(finding=LATE, processes=(SLOW,))],
-            f"{LATE}: rank 0 on node n1: no sign of life for 50 s in data of step 3",
+            f"{LATE}: rank 0 on node n1: no heartbeat for 50 s in data of step 3",
         ),
         ([NodeHeartbeat(finding=LATE)], LATE),
     ],
@@ -245,12 +241,12 @@ STUCK = WaitCause("all ranks began all_reduce [[8]], number 2 of group default_p
 @pytest.mark.parametrize(
     ("finding", "records", "line"),
     [
-        ("", [LATE_RANK], f"rank 1 on node n1: no sign of life for 61 s in data of step 3; {LATE_RANK.line}"),
-        (LATE, [LATE_RANK], f"{LATE}: rank 1 on node n1: no sign of life for 61 s in data of step 3; {LATE_RANK.line}"),
+        ("", [LATE_RANK], f"rank 1 on node n1: no heartbeat for 61 s in data of step 3; {LATE_RANK.line}"),
+        (LATE, [LATE_RANK], f"{LATE}: rank 1 on node n1: no heartbeat for 61 s in data of step 3; {LATE_RANK.line}"),
         (
             "",
             [STUCK],
-            "rank 0 on node n0, rank 1 on node n1, rank 2 on node n2: no sign of life for 61 to 65 s in data of step 3;"
+            "rank 0 on node n0, rank 1 on node n1, rank 2 on node n2: no heartbeat for 61 to 65 s in data of step 3;"
             " it is not known which of them keeps the others waiting: the stacks of processes that wait for a GPU do "
             f"not show it, and neither do the flight records; {STUCK.line}",
         ),
@@ -277,7 +273,7 @@ def test_a_rank_of_a_pool_is_found_by_its_name() -> None:
 def test_what_the_records_add_to_a_stopped_process_is_not_shown() -> None:
     absent = WaitCause("rank 2 left no record", (2,))
     assert verdict([NodeHeartbeat(processes=(GPU[0], STOPPED))], [absent]).endswith(
-        "no sign of life for 61 s in data of step 3"
+        "no heartbeat for 61 s in data of step 3"
     )
 
 
