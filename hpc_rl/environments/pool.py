@@ -108,7 +108,7 @@ class EnvironmentPool(Environments):
             raise
 
     def submit(self, number: int, request: Request) -> Future[Any]:
-        """See Environments. A conversation is in the process that had the fewest."""
+        """Queue a request for the process of its conversation. A new one goes to the process that has the fewest."""
         if isinstance(request, StartRequest):
             if self._closed:
                 raise RunError(CLOSED)

@@ -86,7 +86,7 @@ class InDriverScorer:
         return to_scores(results, responses, self._config)
 
     def close(self) -> None:
-        """See Scorer."""
+        """End nothing: there are no processes or threads."""
 
     def _result(self, prompt: Prompt, response: str) -> Result:
         heart.beat()
@@ -147,7 +147,7 @@ class WeightedScorer:
         self._processes = RewardProcesses(functions, config.workers, config.timeout_s) if functions else None
 
     def score(self, prompts: Sequence[Prompt], responses: Sequence[str]) -> Scores:
-        """See Scorer. The score of each function is a component with its name."""
+        """Score each response by all functions. The score of each of them is a component with its name."""
         found = {name: scorer.score(prompts, responses) for name, scorer in self._here.items()}
         if self._processes is not None:
             results = _of_each_function(self._processes, prompts, responses)

@@ -51,7 +51,7 @@ class DataSet:
     """What is read."""
 
     name: str
-    """See `load_splits` in hub.py."""
+    """A folder, a name on the hub, or `name:configuration`."""
     split: str
     columns: tuple[str, ...]
     """Those that are needed; see `read_some` in formats.py."""

@@ -158,7 +158,7 @@ class AgreementRunner:
     """A driver that takes one step and generates once more, and writes how engine and trainer compare."""
 
     def run(self, config: PpoConfig, run: RunDir, logs: Path) -> int:
-        """See `hpc_rl.rl.actors.cluster.Runner`."""
+        """Take the step, write the comparison to FOUND, and return exit code 0."""
         visible = read_json(run.path / VISIBLE)
         start, began = used_memory(visible, config), time.monotonic()
         with _set_up(config, run, logs) as state:
@@ -174,7 +174,7 @@ class SpeedRunner:
     """A driver that takes some steps and writes the metrics of the fastest one."""
 
     def run(self, config: PpoConfig, run: RunDir, logs: Path) -> int:
-        """See `hpc_rl.rl.actors.cluster.Runner`."""
+        """Take the steps, write the metrics of the fastest one to FOUND, and return exit code 0."""
         with _set_up(config, run, logs) as state:
             steps = [_timed_step(state) for _ in range(SPEED_STEPS)]
         fastest = min(steps, key=lambda metrics: metrics["perf/time_per_step"])
