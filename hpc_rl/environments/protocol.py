@@ -92,7 +92,7 @@ class Episode:
     def answer(self, text: str, calls: Sequence[ToolCall | MalformedCall]) -> Reply:
         """Answer the model's text, which contains these tool calls."""
         if calls:
-            return join_replies([self.call(call) for call in calls])
+            return merged([self.call(call) for call in calls])
         return self._step(text) if self._definition.has_step else Reply([], done=True)
 
     def call(self, call: ToolCall | MalformedCall) -> Reply:
@@ -216,7 +216,7 @@ def tool_message(name: str, text: str) -> Message:
     return {"role": "tool", "name": name, "content": text}
 
 
-def join_replies(replies: Sequence[Reply]) -> Reply:
+def merged(replies: Sequence[Reply]) -> Reply:
     """Return one reply for the results of several calls."""
     return Reply(
         [message for reply in replies for message in reply.messages],

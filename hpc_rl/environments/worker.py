@@ -17,15 +17,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from hpc_rl.environments.loading import load_definition
-from hpc_rl.environments.protocol import (
-    Definition,
-    Episode,
-    EpisodeResult,
-    Reply,
-    first_messages,
-    join_replies,
-    readable,
-)
+from hpc_rl.environments.protocol import Definition, Episode, EpisodeResult, Reply, first_messages, merged, readable
 from hpc_rl.environments.requests import AnswerRequest, EnvironmentInfo, EnvironmentSpec, Request, StartRequest, failed
 from hpc_rl.errors import UserError
 from hpc_rl.system.processes import adopt_orphans, die_with_parent
@@ -68,7 +60,7 @@ class Episodes:
         for call in request.calls:
             replies.append(episode.call(call))
             beat()
-        return join_replies(replies)
+        return merged(replies)
 
 
 def check_start(wanted: EnvironmentSpec, definition: Definition) -> None:

@@ -185,12 +185,7 @@ def _obtained(
 
 
 def _begun(
-    request: TokenizeRequest,
-    root: Path,
-    damage: str | None,
-    team: Team,
-    world: World,
-    stack: contextlib.ExitStack,
+    request: TokenizeRequest, root: Path, damage: str | None, team: Team, world: World, stack: contextlib.ExitStack
 ) -> entries.EntryWriter | None:
     """Begin an entry if this rank leads a team that has none, or whose entry is damaged. Every rank calls this.
 

@@ -92,7 +92,7 @@ class HubFailed(NamedTuple):
     reason: str
 
 
-class WindowWritten(NamedTuple):
+class WindowDone(NamedTuple):
     """A window is complete."""
 
     is_last: bool
@@ -101,7 +101,7 @@ class WindowWritten(NamedTuple):
     """The place after its last row."""
 
 
-Message = VersionKnown | RowsArrived | HubFailed | WindowWritten | UserError
+Message = VersionKnown | RowsArrived | HubFailed | WindowDone | UserError
 
 
 class Stream:
@@ -249,7 +249,7 @@ def is_temporary(error: BaseException) -> bool:
     return False
 
 
-def write_window(stream: Stream, order: WindowRequest) -> WindowWritten:
+def write_window(stream: Stream, order: WindowRequest) -> WindowDone:
     """Write a window.
 
     Raises:
@@ -267,7 +267,7 @@ def write_window(stream: Stream, order: WindowRequest) -> WindowWritten:
                 file.writelines(map(_line, block))
                 count += len(block)
         partial.replace(order.path)
-    return WindowWritten(stream.is_at_end, stream.cursor)
+    return WindowDone(stream.is_at_end, stream.cursor)
 
 
 def _line(row: Row) -> bytes:

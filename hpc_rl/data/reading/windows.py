@@ -15,15 +15,7 @@ from pathlib import Path
 
 from hpc_rl.data.reading.formats import Row, read_some
 from hpc_rl.data.reading.sources import BLOCK_ROWS, chunks
-from hpc_rl.data.reading.stream import (
-    Cursor,
-    DataSet,
-    HubFailed,
-    RowsArrived,
-    VersionKnown,
-    WindowRequest,
-    WindowWritten,
-)
+from hpc_rl.data.reading.stream import Cursor, DataSet, HubFailed, RowsArrived, VersionKnown, WindowDone, WindowRequest
 from hpc_rl.errors import RunError, UserError
 from hpc_rl.formats.hub import hub_address
 from hpc_rl.system.files import replace_synced, writing
@@ -56,7 +48,7 @@ class WindowLog:
         """Return the number of a window in its pass."""
         return window if self.count is None else window % self.count
 
-    def note(self, window: int, written: WindowWritten) -> None:
+    def note(self, window: int, written: WindowDone) -> None:
         """Note where the windows after this one begin."""
         place = self.place(window)
         if written.is_last:
@@ -213,7 +205,7 @@ class WindowReader:
         for path in self._folder.glob("rows-*"):
             path.unlink(missing_ok=True)
 
-    def _note(self, written: WindowWritten) -> None:
+    def _note(self, written: WindowDone) -> None:
         assert self._window is not None
         self.log.note(self._window, written)
         try:

@@ -262,14 +262,12 @@ def verdict(heartbeats: Sequence[NodeHeartbeat], records: Sequence[WaitCause] = 
     is_stopped = any(one.is_stopped and one.is_suspect for one in culprits)
     if not culprits or (found and not ends and not is_stopped):
         return found
+    first = culprits[0]
     if len(culprits) > 1:
         line, shown = process_status.not_known(culprits), next((finding.line for finding in records), "")
     else:
-        line, shown = (
-            process_status.described(culprits[0], processes),
-            late.line if culprits[0].name in late.names else "",
-        )
-    line = f"{line}; {shown}" if shown and not culprits[0].is_stopped else line
+        line, shown = process_status.described(first, processes), late.line if first.name in late.names else ""
+    line = f"{line}; {shown}" if shown and not first.is_stopped else line
     return f"{found}: {line}" if found and not is_stopped else line
 
 

@@ -27,8 +27,8 @@ from hpc_rl.data.reading.stream import (
     RowsArrived,
     Stream,
     VersionKnown,
+    WindowDone,
     WindowRequest,
-    WindowWritten,
     is_temporary,
     write_window,
 )
@@ -200,8 +200,8 @@ def test_an_error_from_reading_ahead_is_final_only_if_it_comes_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     first, second, third = (
-        Told(WindowWritten(False, None), UserError("the token has expired")),
-        Told(WindowWritten(False, None)),
+        Told(WindowDone(False, None), UserError("the token has expired")),
+        Told(WindowDone(False, None)),
         Told(UserError("it is gone")),
     )
     started = iter([first, second, third])
@@ -225,7 +225,7 @@ def test_an_error_from_reading_ahead_is_final_only_if_it_comes_again(
 
 
 def test_a_window_that_was_read_ahead_is_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    told = Told(WindowWritten(False, None))
+    told = Told(WindowDone(False, None))
     monkeypatch.setattr(windows, "WorkerProcess", lambda *_: told)
     one = reader(tmp_path, 10)
     one.start(0)
@@ -234,7 +234,7 @@ def test_a_window_that_was_read_ahead_is_not_waited_for(tmp_path: Path, monkeypa
 
 
 def test_rows_of_a_process_that_has_ended_are_read_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    first, second = Told(WindowWritten(False, None)), Told(WindowWritten(False, None))
+    first, second = Told(WindowDone(False, None)), Told(WindowDone(False, None))
     started = iter([first, second])
     monkeypatch.setattr(windows, "WorkerProcess", lambda *_: next(started))
     one = reader(tmp_path, 10)
@@ -333,7 +333,7 @@ def test_rows_after_a_fault_are_neither_lost_nor_repeated(
 
 
 def test_a_window_is_read_from_its_place_or_counted(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    def read(one: Stream, order: WindowRequest) -> tuple[WindowWritten, list[int]]:
+    def read(one: Stream, order: WindowRequest) -> tuple[WindowDone, list[int]]:
         written = write_window(one, order)
         with order.path.open() as lines:
             return written, [json.loads(line)["n"] for line in lines]
@@ -454,7 +454,7 @@ def test_requests_that_datasets_repeats_are_reported(tmp_path: Path, monkeypatch
         def read(self) -> bytes:
             raise TimeoutError("no answer\nin time")
 
-    def read(*_: object) -> WindowWritten:
+    def read(*_: object) -> WindowDone:
         logging.getLogger("datasets.utils.file_utils").warning("waiting")
         with pytest.raises(ConnectionError, match="Server Disconnected"):
             file_utils._add_retries_to_file_obj_read_method(Broken()).read()
@@ -477,15 +477,15 @@ def test_requests_that_datasets_repeats_are_reported(tmp_path: Path, monkeypatch
 def test_numbers_of_windows() -> None:
     log = WindowLog("me/Lines", 10)
     assert [log.place(window) for window in (0, 7)] == [0, 7]
-    log.note(0, WindowWritten(False, {"at": 1}))
-    log.note(0, WindowWritten(False, {"at": 1}))  # read again
-    log.note(1, WindowWritten(False, {"at": 2}))
+    log.note(0, WindowDone(False, {"at": 1}))
+    log.note(0, WindowDone(False, {"at": 1}))  # read again
+    log.note(1, WindowDone(False, {"at": 2}))
     assert (log.cursors, log.count) == ([None, {"at": 1}, {"at": 2}], None)
-    log.note(2, WindowWritten(True, {"at": 3}))
+    log.note(2, WindowDone(True, {"at": 3}))
     assert (log.cursors, log.count) == ([None, {"at": 1}, {"at": 2}], 3)
     assert [log.place(window) for window in range(2, 8)] == [2, 0, 1, 2, 0, 1]
-    log.note(5, WindowWritten(True, None))
-    log.note(3, WindowWritten(False, {"at": 1}))
+    log.note(5, WindowDone(True, None))
+    log.note(3, WindowDone(False, {"at": 1}))
     assert (log.cursors, log.count) == ([None, {"at": 1}, {"at": 2}], 3)
 
 
@@ -523,7 +523,7 @@ def test_the_log_of_a_run_is_on_the_disk_before_it_has_its_name(
     one = reader(tmp_path, 10)
     monkeypatch.setattr(os, "fsync", synced)
     monkeypatch.setattr(Path, "replace", renamed)
-    monkeypatch.setattr(windows, "WorkerProcess", lambda *_: Told(WindowWritten(False, None)))
+    monkeypatch.setattr(windows, "WorkerProcess", lambda *_: Told(WindowDone(False, None)))
     assert one.look(0)
     (partial, text), *others = events
     assert text == (tmp_path / "windows.json").read_text() and json.loads(str(text))["cursors"] == [None, None]
