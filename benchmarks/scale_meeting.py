@@ -1,6 +1,6 @@
-"""The meeting and the roll call of a job on many nodes: `python -m benchmarks.scale_meeting`.
+"""The rendezvous and the roll call of a job on many nodes: `python -m benchmarks.scale_meeting`.
 
-This process is node 0. The other nodes are threads of a few processes, which run what node entries run (`Meeting`,
+This process is node 0. The other nodes are threads of a few processes, which run what node entries run (`Rendezvous`,
 `hpc_rl.node.peers.join`), over files and TCP on this machine: they record that they have started, wait for the place
 of the roll call, connect, identify themselves and report that they are ready. Node 0 looks as often as a node entry.
 
@@ -23,8 +23,8 @@ from itertools import pairwise
 from pathlib import Path
 
 from benchmarks.common import publish, table
-from hpc_rl.node.meeting import POLL_S, Meeting
 from hpc_rl.node.peers import Participant, coordinate, join
+from hpc_rl.node.rendezvous import POLL_S, Rendezvous
 
 PROCESSES, TIMEOUT_S, LOOKS = 8, 600, 100
 
@@ -44,10 +44,10 @@ def take_part(folder: Path, nodes: int, ranks: Sequence[int]) -> None:
     participants: list[Participant] = []
 
     def come(rank: int) -> None:
-        meeting = Meeting(folder, names_of(nodes), rank)
-        meeting.check_shared(TIMEOUT_S)
-        meeting.arrive()
-        participant = join(meeting, TIMEOUT_S)
+        rendezvous = Rendezvous(folder, names_of(nodes), rank)
+        rendezvous.check_shared(TIMEOUT_S)
+        rendezvous.arrive()
+        participant = join(rendezvous, TIMEOUT_S)
         participant.report_up()
         participants.append(participant)
 
@@ -63,7 +63,7 @@ def take_part(folder: Path, nodes: int, ranks: Sequence[int]) -> None:
         for participant in participants:
             participant.poll()
             if participant.loss is not None and participant.outcome is None:
-                raise SystemExit(f"node {participant.meeting.node} has lost node 0: {participant.loss.how}")
+                raise SystemExit(f"node {participant.rendezvous.node} has lost node 0: {participant.loss.how}")
     for participant in participants:
         participant.close()
 
@@ -91,16 +91,16 @@ def measure(nodes: int, processes: int = PROCESSES) -> dict[str, float]:
 def as_node_0(folder: Path, nodes: int, others: Sequence[subprocess.Popen[bytes]]) -> dict[str, float]:
     began, used = time.monotonic(), time.process_time()
     folder.mkdir()
-    meeting = Meeting(folder, names_of(nodes), 0)
-    meeting.arrive()
-    peers = coordinate(meeting, "127.0.0.1")
-    missing = meeting.missing()
+    rendezvous = Rendezvous(folder, names_of(nodes), 0)
+    rendezvous.arrive()
+    peers = coordinate(rendezvous, "127.0.0.1")
+    missing = rendezvous.missing()
     while missing or len(peers.up) < nodes:
         if time.monotonic() - began > TIMEOUT_S or any(other.poll() is not None for other in others):
             raise SystemExit(f"only {len(peers.up)} of {nodes} nodes have met")
         time.sleep(POLL_S)
         peers.poll()
-        missing = missing and meeting.missing()
+        missing = missing and rendezvous.missing()
     found = {"all_ready_s": time.monotonic() - began, "node_0_processor_s": time.process_time() - used}
     used = time.process_time()
     for _ in range(LOOKS):

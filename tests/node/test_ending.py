@@ -26,8 +26,8 @@ from hpc_rl.node.ending import (
     next_step,
     settle,
 )
-from hpc_rl.node.meeting import Meeting
 from hpc_rl.node.peers import Coordinator, Participant, Peers, coordinate, join
+from hpc_rl.node.rendezvous import Rendezvous
 from hpc_rl.run_dir import lost_file, outcome_file, read_outcome
 
 DEADLINE_S = 600
@@ -88,8 +88,8 @@ class Nodes:
         self.shown: list[str] = []
         self._linger_s = linger_s
         self._pool = ThreadPoolExecutor(count)
-        self.peers: list[Peers] = [coordinate(Meeting(folder, self.names, 0), "127.0.0.1")]
-        self.peers += [join(Meeting(folder, self.names, rank), DEADLINE_S) for rank in range(1, count)]
+        self.peers: list[Peers] = [coordinate(Rendezvous(folder, self.names, 0), "127.0.0.1")]
+        self.peers += [join(Rendezvous(folder, self.names, rank), DEADLINE_S) for rank in range(1, count)]
 
     @property
     def head(self) -> Coordinator:
@@ -187,7 +187,7 @@ def test_slurm_ends_the_job_without_an_outcome(tmp_path: Path) -> None:
 def test_a_node_that_failed_before_it_called_is_the_cause(tmp_path: Path) -> None:
     nodes = Nodes(tmp_path, 2)
     nodes.participant(1).close()
-    Meeting(tmp_path, nodes.names, 1).fail(2)
+    Rendezvous(tmp_path, nodes.names, 1).fail(2)
     until(lambda: nodes.head.poll() or nodes.head.must_end, "the failure is seen")
     assert nodes.ends(0, 143, Kind.TERMINATED).result(DEADLINE_S) == 2
     assert nodes.shown == [""]
@@ -206,8 +206,8 @@ HEAD = """
 import sys
 from pathlib import Path
 from hpc_rl.node.peers import coordinate
-from hpc_rl.node.meeting import Meeting
-peers = coordinate(Meeting(Path(sys.argv[1]), ("a", "b", "c"), 0), "127.0.0.1")
+from hpc_rl.node.rendezvous import Rendezvous
+peers = coordinate(Rendezvous(Path(sys.argv[1]), ("a", "b", "c"), 0), "127.0.0.1")
 while True:
     peers.poll()
 """
@@ -216,7 +216,7 @@ while True:
 def test_the_others_agree_after_the_entry_of_node_0_is_killed(tmp_path: Path) -> None:
     names = ("a", "b", "c")
     with subprocess.Popen([sys.executable, "-c", HEAD, str(tmp_path)]) as head:
-        participants = [join(Meeting(tmp_path, names, rank), DEADLINE_S) for rank in (1, 2)]
+        participants = [join(Rendezvous(tmp_path, names, rank), DEADLINE_S) for rank in (1, 2)]
         os.kill(head.pid, signal.SIGKILL)
     shown: list[End | None] = []
     with ThreadPoolExecutor(2) as pool:
@@ -228,7 +228,7 @@ def test_the_others_agree_after_the_entry_of_node_0_is_killed(tmp_path: Path) ->
 
 
 def test_one_node_listens_nowhere(tmp_path: Path) -> None:
-    alone = coordinate(Meeting(tmp_path, ("a",), 0), "127.0.0.1")
+    alone = coordinate(Rendezvous(tmp_path, ("a",), 0), "127.0.0.1")
     shown: list[End | None] = []
     assert settle(alone, End(0, 3), threading.Event(), shown.append) == 3
     leave(alone, threading.Event())

@@ -15,11 +15,11 @@ from hpc_rl.errors import EXIT_BAD_INPUT, EXIT_STOPPED
 from hpc_rl.formats.counted import counted
 from hpc_rl.node.causes import TERMINATED, End, Kind
 from hpc_rl.node.entry import print_error
-from hpc_rl.node.meeting import WaitMessages
 from hpc_rl.node.peers import Coordinator
 from hpc_rl.node.ray_cluster.environment import driver_environment
 from hpc_rl.node.ray_cluster.layout import NodeLayout
 from hpc_rl.node.ray_cluster.watch import JobEnd, Watch
+from hpc_rl.node.rendezvous import WaitMessages
 from hpc_rl.node.shown_log import ShownLog
 from hpc_rl.software.ray_token import make_token
 from hpc_rl.system.deaths import meaning_of, ran_out_of_memory
@@ -59,7 +59,7 @@ class Head:
         self._began = time.monotonic()
         self._start_timeout_s = start_timeout_s
         self._child: subprocess.Popen[bytes] | None = None
-        self._shown = ShownLog(watch.meeting.attempt_dir / "node0-driver.log", DRIVER)
+        self._shown = ShownLog(watch.rendezvous.attempt_dir / "node0-driver.log", DRIVER)
         make_token(layout.token)
 
     def run(self) -> End:
@@ -89,7 +89,7 @@ class Head:
         self._layout.token.unlink(missing_ok=True)
 
     def _gather(self, gcs_address: str) -> None:
-        nodes = self._watch.meeting.nodes
+        nodes = self._watch.rendezvous.nodes
         everyone = set(range(len(nodes)))
         deadline, progress = self._began + self._start_timeout_s, WaitMessages()
 
@@ -98,7 +98,7 @@ class Head:
             progress.show(self._progress)
 
         self._watch.until(self._watch.ray.is_up, check, deadline, self._not_up)
-        self._watch.meeting.publish(gcs_address)
+        self._watch.rendezvous.publish(gcs_address)
         self._watch.until(lambda: self._peers.up == everyone, check, deadline, self._not_up)
         up_s = time.monotonic() - self._began
         print(f"hpc-rl: Ray is up on {counted(len(nodes), 'node')} after {up_s:.1f} s", flush=True)
@@ -114,7 +114,7 @@ class Head:
                 program = self._driver.program[0]
                 raise JobEnd(
                     EXIT_BAD_INPUT,
-                    f"program {program} cannot be started on node {self._watch.meeting.node}: {error.strerror}",
+                    f"program {program} cannot be started on node {self._watch.rendezvous.node}: {error.strerror}",
                 ) from error
         self._watch.until(lambda: child.poll() is not None, self._check)
         code = shell_code(child.returncode)
@@ -142,12 +142,14 @@ class Head:
         self._shown.show()
 
     def _progress(self) -> str:
-        meeting, up = self._watch.meeting, len(self._peers.up)
-        return meeting.attendance() if meeting.missing() else f"Ray: {up} of {len(meeting.nodes)} nodes have joined"
+        rendezvous, up = self._watch.rendezvous, len(self._peers.up)
+        if rendezvous.missing():
+            return rendezvous.attendance()
+        return f"Ray: {up} of {len(rendezvous.nodes)} nodes have joined"
 
     def _not_up(self) -> str:
-        nodes = self._watch.meeting.nodes
-        absent = set(self._watch.meeting.missing())
+        nodes = self._watch.rendezvous.nodes
+        absent = set(self._watch.rendezvous.missing())
         lines = [f"Ray is not up after {self._start_timeout_s:.0f} s (ray.start_timeout_s)"]
         for rank, node in enumerate(nodes):
             if node in absent:
@@ -160,5 +162,5 @@ class Head:
 
     def _dashboard_instructions(self) -> str:
         port, login = self._layout.ports.dashboard, os.environ.get("SLURM_SUBMIT_HOST")
-        tunnel = f"ssh -N -L {port}:127.0.0.1:{port} -J {login} {self._watch.meeting.node}, then " if login else ""
+        tunnel = f"ssh -N -L {port}:127.0.0.1:{port} -J {login} {self._watch.rendezvous.node}, then " if login else ""
         return f"Ray's dashboard: {tunnel}http://127.0.0.1:{port}; the token is in {self._layout.token}"

@@ -26,7 +26,7 @@ SHARED_TIMEOUT_S = 20
 
 
 @dataclass(frozen=True)
-class Meeting:
+class Rendezvous:
     """One node's view of the files by which the nodes of an attempt meet."""
 
     attempt_dir: Path
