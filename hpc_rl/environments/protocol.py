@@ -114,7 +114,7 @@ class Episode:
             return self._failed(call.name, f"{type(error).__name__}: {error}", calls=1)
         return Reply([tool_message(call.name, cut(text, self._most_chars))], calls=1)
 
-    def outcome(self) -> EpisodeResult:
+    def result(self) -> EpisodeResult:
         """Return the reward of the conversation, and close the environment.
 
         Raises:

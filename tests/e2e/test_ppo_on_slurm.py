@@ -63,7 +63,7 @@ def prompt_files(workspace: Workspace) -> dict[Path, int]:
 
 def step_of_driver(cluster: Cluster) -> int:
     """Return the step that the driver has recorded with a heartbeat, on whichever node it is."""
-    show = ["sh", "-c", "cat /tmp/0.*/beats/*.heartbeat"]
+    show = ["sh", "-c", "cat /tmp/0.*/heartbeats/*.heartbeat"]
     found = "".join(cluster.exec_on(node, show).stdout for node in cluster.nodes)
     beats = [json.loads(text) for text in re.findall(r"{.*?}", found)]
     return max((beat["step"] for beat in beats if beat["name"] == "the driver"), default=0)

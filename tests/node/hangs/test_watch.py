@@ -260,14 +260,10 @@ def test_on_gpus_the_flight_records_name_the_rank(finding: str, records: list[Wa
 
 
 def test_a_rank_of_a_pool_is_found_by_its_name() -> None:
-    ranks = tuple(replace(process, name=f"{process.name} of pool train") for process in GPU)
-    assert verdict([NodeHeartbeat(processes=ranks)], [LATE_RANK]).startswith(
-        "rank 0 of pool train on node n0, rank 1 of pool"
-    )
+    ranks = NodeHeartbeat(processes=tuple(replace(one, name=f"{one.name} of pool train") for one in GPU))
+    assert verdict([ranks], [LATE_RANK]).startswith("rank 0 of pool train on node n0, rank 1 of pool")
     of_pool = replace(LATE_RANK, pool="train")
-    assert verdict([NodeHeartbeat(processes=ranks)], [STUCK, of_pool]).startswith(
-        "rank 1 of pool train on node n1: no sign of"
-    )
+    assert verdict([ranks], [STUCK, of_pool]).startswith("rank 1 of pool train on node n1: no heartbeat")
 
 
 def test_what_the_records_add_to_a_stopped_process_is_not_shown() -> None:
