@@ -1,7 +1,7 @@
-"""The meeting and the roll call of a job on many nodes: `python -m benchmarks.scale_meeting`.
+"""The rendezvous and the roll call of a job on many nodes: `python -m benchmarks.scale_meeting`.
 
-This process is node 0. The other nodes are threads of a few processes, which run what node entries run (`Meeting`,
-`hpc_rl.node.company.join`), over files and TCP on this machine: they record that they have started, wait for the place
+This process is node 0. The other nodes are threads of a few processes, which run what node entries run (`Rendezvous`,
+`hpc_rl.node.peers.join`), over files and TCP on this machine: they record that they have started, wait for the place
 of the roll call, connect, identify themselves and report that they are ready. Node 0 looks as often as a node entry.
 
 The table shows the seconds from the creation of the attempt's folder until all nodes have reported to node 0, the
@@ -23,8 +23,8 @@ from itertools import pairwise
 from pathlib import Path
 
 from benchmarks.common import publish, table
-from hpc_rl.node.company import Mate, join, lead
-from hpc_rl.node.meeting import POLL_S, Meeting
+from hpc_rl.node.peers import Participant, coordinate, join
+from hpc_rl.node.rendezvous import POLL_S, Rendezvous
 
 PROCESSES, TIMEOUT_S, LOOKS = 8, 600, 100
 
@@ -41,31 +41,31 @@ def parts_of(nodes: int, processes: int) -> list[range]:
 
 def take_part(folder: Path, nodes: int, ranks: Sequence[int]) -> None:
     """Take part as these nodes, and end when all of them have heard the exit code."""
-    mates: list[Mate] = []
+    participants: list[Participant] = []
 
     def come(rank: int) -> None:
-        meeting = Meeting(folder, names_of(nodes), rank)
-        meeting.check_shared(TIMEOUT_S)
-        meeting.arrive()
-        mate = join(meeting, TIMEOUT_S)
-        mate.report_up()
-        mates.append(mate)
+        rendezvous = Rendezvous(folder, names_of(nodes), rank)
+        rendezvous.check_shared(TIMEOUT_S)
+        rendezvous.arrive()
+        participant = join(rendezvous, TIMEOUT_S)
+        participant.report_up()
+        participants.append(participant)
 
     threads = [threading.Thread(target=come, args=(rank,)) for rank in ranks]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    if len(mates) < len(ranks):
+    if len(participants) < len(ranks):
         raise SystemExit("a node has not met node 0")
-    while any(mate.outcome is None for mate in mates):
+    while any(participant.outcome is None for participant in participants):
         time.sleep(POLL_S)
-        for mate in mates:
-            mate.poll()
-            if mate.loss is not None and mate.outcome is None:
-                raise SystemExit(f"node {mate.meeting.node} has lost node 0: {mate.loss.how}")
-    for mate in mates:
-        mate.close()
+        for participant in participants:
+            participant.poll()
+            if participant.loss is not None and participant.outcome is None:
+                raise SystemExit(f"node {participant.rendezvous.node} has lost node 0: {participant.loss.how}")
+    for participant in participants:
+        participant.close()
 
 
 def measure(nodes: int, processes: int = PROCESSES) -> dict[str, float]:
@@ -91,28 +91,28 @@ def measure(nodes: int, processes: int = PROCESSES) -> dict[str, float]:
 def as_node_0(folder: Path, nodes: int, others: Sequence[subprocess.Popen[bytes]]) -> dict[str, float]:
     began, used = time.monotonic(), time.process_time()
     folder.mkdir()
-    meeting = Meeting(folder, names_of(nodes), 0)
-    meeting.arrive()
-    company = lead(meeting, "127.0.0.1")
-    missing = meeting.missing()
-    while missing or len(company.up) < nodes:
+    rendezvous = Rendezvous(folder, names_of(nodes), 0)
+    rendezvous.arrive()
+    peers = coordinate(rendezvous, "127.0.0.1")
+    missing = rendezvous.missing()
+    while missing or len(peers.up) < nodes:
         if time.monotonic() - began > TIMEOUT_S or any(other.poll() is not None for other in others):
-            raise SystemExit(f"only {len(company.up)} of {nodes} nodes have met")
+            raise SystemExit(f"only {len(peers.up)} of {nodes} nodes have met")
         time.sleep(POLL_S)
-        company.poll()
-        missing = missing and meeting.missing()
+        peers.poll()
+        missing = missing and rendezvous.missing()
     found = {"all_ready_s": time.monotonic() - began, "node_0_processor_s": time.process_time() - used}
     used = time.process_time()
     for _ in range(LOOKS):
-        company.poll()
+        peers.poll()
     found["node_0_processor_per_s"] = (time.process_time() - used) / LOOKS / POLL_S
     began = time.monotonic()
-    company.announce(0)
+    peers.announce(0)
     for other in others:
         if other.wait(TIMEOUT_S):
             raise SystemExit("a node has not heard the exit code")
     found["all_have_heard_s"] = time.monotonic() - began
-    company.close()
+    peers.close()
     return found
 
 

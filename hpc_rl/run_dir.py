@@ -13,15 +13,14 @@ import os
 import stat
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
 from hpc_rl.errors import UserError
-from hpc_rl.formats.typed_json import JOB, STATUS, is_job_id, kept
+from hpc_rl.formats.typed_json import JOB, STATUS, is_job_id, well_typed
 from hpc_rl.system.files import ATTEMPT, NotPlainError, open_regular, read_json, read_regular, write_atomically
+from hpc_rl.system.locks import try_lock
 from hpc_rl.system.ownership import foreign_entry, open_own, weakness
 
 ENV_RUN_DIR = "HPC_RL_RUN_DIR"
@@ -30,8 +29,6 @@ ENV_GROUP_DIR = "HPC_RL_GROUP_DIR"
 """Variable with the private folder in which the ranks of a process group meet (training/parallel/rendezvous.py)."""
 WALLTIME, REQUEUE, PREEMPTION = "walltime", "requeue", "preemption"
 """Reasons in the stop file after which the job script queues the job again, once the run has saved."""
-SHARED_MODE = 0o2750
-"""Permissions of a run directory with slurm.group: files that are created in it belong to the group too (setgid)."""
 _SHARED_BITS = stat.S_ISGID | stat.S_IRGRP
 SWEEP_MARK = "sweep.json"
 """A folder with this file contains the run directories of a sweep, which are named after it and numbered."""
@@ -42,14 +39,12 @@ TOKENIZED = f".tokenized-{os.getuid()}"
 _CONFIG, _SCRIPT, _JOB, _STATUS = "config.yaml", "job.sbatch", "job.json", "status.json"
 MARKS = (_SCRIPT, _JOB, _STATUS, _CONFIG)
 """A folder with one of these files is a run."""
-SUBMISSION = ".submission"
-"""File in the folder of a run, sweep or pipeline, which is locked while a command submits or removes it."""
 LOCK_TIMEOUT_S = 2.0
 """A command such as `status` holds the lock of a run for a moment to see whether a job has it."""
 _LOCK_POLL_S = 0.1
 _MOST_LOCK_BYTES = 2**16
 """Of a file with a few words."""
-_UNFINISHED = ("RUNNING", "REQUEUED")
+UNFINISHED = ("RUNNING", "REQUEUED")
 """States in status.json of a job that has not ended."""
 
 
@@ -206,18 +201,18 @@ class RunDir:
 
     def read_job(self) -> dict[str, Any]:
         """Return job.json; empty if there is none, or it is damaged."""
-        return kept(read_json(self.job), JOB)
+        return well_typed(read_json(self.job), JOB)
 
     def read_status(self) -> dict[str, Any]:
         """Return status.json; empty if there is none, or it is damaged."""
-        return kept(read_json(self.status), STATUS)
+        return well_typed(read_json(self.status), STATUS)
 
     def damaged(self) -> list[str]:
         """Return a line for each file of the run that exists and cannot be read."""
         found = {path: _problem(path) for path in (self.config, self.metrics, self.samples, self.evaluation)}
         for path, types in ((self.job, JOB), (self.status, STATUS)):
             record = read_json(path)
-            is_damaged = path.exists() and (not record or kept(record, types) != record)
+            is_damaged = path.exists() and (not record or well_typed(record, types) != record)
             found[path] = _problem(path) or ("it is damaged" if is_damaged else None)
         return [f"{path} is left out: {problem}" for path, problem in found.items() if problem]
 
@@ -231,7 +226,7 @@ class RunDir:
         except BlockingIOError:
             own = self.read_status()
             # A job that has just taken the lock has not written its id yet.
-            has_ended = own.get("job_id") == ids[-1] and own.get("state") not in _UNFINISHED if ids else True
+            has_ended = own.get("job_id") == ids[-1] and own.get("state") not in UNFINISHED if ids else True
             return None if has_ended else ids[-1]
         except OSError:
             return None
@@ -252,7 +247,7 @@ class RunDir:
             raise UserError(f"cannot lock {self.path}: {self.lock.name} {error.strerror}") from error
         deadline = time.monotonic() + LOCK_TIMEOUT_S
         try:
-            while not _locked(lock):
+            while not try_lock(lock):
                 if time.monotonic() > deadline:
                     lock.seek(0)
                     owner = lock.read().split()[-1:] or ["?"]
@@ -315,13 +310,6 @@ class RunDir:
         found = self.attempts()
         return int(found[-1].name.removeprefix("attempt-")) if found else 0
 
-    def edited_since(self) -> Path | None:
-        """Return the folder of the newest attempt with settings if config.yaml was changed after it, or None."""
-        attempt = self.attempt_with_settings()
-        if attempt is None or not self.config.is_file():
-            return None
-        return attempt if _content(self.config) != _content(attempt / self.config.name) else None
-
     def attempt_with_settings(self, before: Path | None = None) -> Path | None:
         """Return the folder of the newest attempt that has a config.yaml, or of the newest one before an attempt."""
         found = self.attempts()
@@ -339,14 +327,6 @@ class RunDir:
         write_atomically(self.status, json.dumps(status) + "\n")
 
 
-def _content(path: Path) -> bytes | None:
-    """Return what a file of a run contains; None if it cannot be read, as a link, which no job has written."""
-    try:
-        return read_regular(path)
-    except OSError:
-        return None
-
-
 def _problem(path: Path) -> str | None:
     """Return why a file of a run cannot be opened; None if it can, or if there is none."""
     try:
@@ -358,58 +338,6 @@ def _problem(path: Path) -> str | None:
     except OSError as error:
         return str(error.strerror)
     return None
-
-
-@contextmanager
-def submitting(folder: Path) -> Iterator[None]:
-    """Hold the folder of a run or sweep, so that no other command submits or removes it at the same time.
-
-    Raises:
-        UserError: another command holds it.
-    """
-    try:
-        lock = open_own(folder.resolve() / SUBMISSION, "a+")
-    except OSError as error:
-        raise UserError(f"cannot lock {folder.name}: {folder}: {error.strerror}") from error
-    with lock:
-        try:
-            is_there = _locked(lock) and os.path.samestat(os.fstat(lock.fileno()), (folder / SUBMISSION).stat())
-        except FileNotFoundError:  # the other one may just have failed and removed the folder
-            is_there = False
-        except OSError:  # a file system without locks
-            is_there = True
-        if not is_there:
-            raise UserError(
-                f"run {folder.name} is being submitted or removed by another command: wait for it (hpc-rl status)"
-            )
-        yield
-
-
-def _locked(lock: IO[str]) -> bool:
-    """Take the lock of a file and return True, or return False if another process has it."""
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True
-
-
-def ended_at(path: str) -> float | None:
-    """Return when the newest job of a run directory recorded its end, in Unix seconds; None if it has not, as far as is
-    known. The path is text, which is faster if there are thousands of runs."""
-    state = kept(read_json(f"{path}/{_STATUS}"), STATUS).get("state")
-    if state is None or state in _UNFINISHED:
-        return None
-    ended = _written_at(f"{path}/{_STATUS}")
-    return ended if _written_at(f"{path}/{_JOB}") <= ended else None
-
-
-def _written_at(path: str) -> float:
-    """Return when a file was written, in Unix seconds; 0 if there is none."""
-    try:
-        return os.stat(path).st_mtime  # noqa: PTH116
-    except OSError:
-        return 0.0
 
 
 def trusted_group(path: Path, group: str | None) -> int | None:

@@ -19,7 +19,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from hpc_rl.algorithms.estimators import ESTIMATORS, Outcome
+from hpc_rl.algorithms.estimators import ESTIMATORS, AdvantageInputs
 from hpc_rl.algorithms.losses import Clip, PolicyBatch, ppo
 from hpc_rl.algorithms.policy_losses import POLICY_LOSSES
 from hpc_rl.config import kinds
@@ -29,8 +29,8 @@ from hpc_rl.config.training.sft import DataConfig, SftConfig
 from hpc_rl.environments import protocol as environments
 from hpc_rl.environments.loading import load_definition
 from hpc_rl.environments.protocol import Episode
-from hpc_rl.environments.tool_calls import Call
-from hpc_rl.rewards.load import load_function
+from hpc_rl.environments.tool_calls import ToolCall
+from hpc_rl.rewards.worker import load_function
 from hpc_rl.system import accelerators
 from hpc_rl.training.models.attention.packed_batch import pack_samples
 from hpc_rl.training.models.causal_lm import load_model
@@ -101,17 +101,17 @@ def test_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert list(definition.tools) == ["find"] and definition.has_step and definition.has_reward
     episode = Episode(definition, 1000)
     assert episode.reset({"text": "a red house\na dog", "answer": "red"}) == "Search the text. It has 2 lines."
-    found = [episode.call(Call("find", {"word": "House"})) for _ in range(2)]
+    found = [episode.call(ToolCall("find", {"word": "House"})) for _ in range(2)]
     assert found[0].messages[0]["content"] == '["a red house"]'
     assert found[1].messages[0]["content"] == "Error: RuntimeError: no more searches" and found[1].bad_calls == 1
     assert episode.answer("It is red.", []).done
-    assert episode.outcome() == environments.Outcome(1.0, {"searches": 2.0})
+    assert episode.result() == environments.EpisodeResult(1.0, {"searches": 2.0})
 
 
 def test_advantage_estimator(example: Any) -> None:
     added = row("ESTIMATORS", example("hpc_rl/algorithms/opo.py"))
     assert not added.keys() & ESTIMATORS.keys()
-    outcome = Outcome(
+    outcome = AdvantageInputs(
         rewards_N=torch.tensor([1.0, 0, 0, 3.0, 0, 2.0, 2.0]),
         lengths_B=torch.tensor([1, 3, 2, 1]),
         groups_B=torch.tensor([7, 7, 4, 4]),

@@ -27,7 +27,7 @@ from hpc_rl.doctor import diagnosis, training
 from hpc_rl.environments import tool_calls
 from hpc_rl.errors import UserError
 from hpc_rl.liveness import flight_records
-from hpc_rl.node import stack_files
+from hpc_rl.node.hangs import stack_files
 from hpc_rl.node.health.trials import last_words
 from hpc_rl.rewards import exact, gsm8k
 from hpc_rl.rl.actors import deaths

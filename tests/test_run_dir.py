@@ -25,18 +25,6 @@ def test_tokenized_data_is_beside_the_runs_and_their_sets(tmp_path: Path, mark: 
     assert RunDir(tmp_path / "runs" / "set" / "set_1").tokenized == tmp_path / "runs" / f".tokenized-{os.getuid()}"
 
 
-def test_settings_that_are_a_link_are_not_those_of_the_last_attempt(tmp_path: Path) -> None:
-    run = RunDir(tmp_path / "run")
-    attempt = run.path / "attempt-1"
-    attempt.mkdir(parents=True)
-    for path in (run.config, attempt / "config.yaml", tmp_path / "mine.yaml"):
-        path.write_text("a: 1\n")
-    assert run.edited_since() is None
-    run.config.unlink()
-    run.config.symlink_to(tmp_path / "mine.yaml")
-    assert run.edited_since() == attempt
-
-
 @pytest.mark.parametrize(("state", "code"), [("RUNNING", None), ("COMPLETED", 0), ("STOPPED", 75)])
 def test_the_job_script_writes_the_same_status(tmp_path: Path, state: str, code: int | None) -> None:
     run = RunDir(tmp_path)

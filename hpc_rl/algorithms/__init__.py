@@ -2,7 +2,7 @@
 
 Each extension point is a table. A new entry is a file with one function, and a row:
 
-    estimators.ESTIMATORS            algorithm.advantage      Outcome -> Estimate
+    estimators.ESTIMATORS            algorithm.advantage      AdvantageInputs -> Advantages
     policy_losses.POLICY_LOSSES      algorithm.loss           PolicyBatch -> PolicyLoss
     aggregation.LOSS_AGGREGATIONS    algorithm.loss_agg       (lengths_B, MiniBatchTotals) -> weights_B
     kl.KL_ESTIMATORS                 algorithm.kl.estimator   (logprobs, ref_logprobs) -> divergence

@@ -12,8 +12,8 @@ from typing import NoReturn
 from hpc_rl.cli import submit, plan, sweep, models, runs, results, config, data, cluster, image  # noqa: F401 # isort: skip - in order
 from hpc_rl.cli.app import app
 from hpc_rl.errors import EXIT_BAD_INPUT, UserError
+from hpc_rl.liveness.activity import shown_activity
 from hpc_rl.liveness.shown_text import escaped_output
-from hpc_rl.liveness.signs_of_life import signs_of_life
 from hpc_rl.system.disk import UNWRITABLE, explained
 from hpc_rl.system.ownership import name_user
 from hpc_rl.system.search_path import without_empty_entries
@@ -31,7 +31,7 @@ def main() -> NoReturn:
     # The help texts are ours, and may have colours.
     if _asks_for_help(sys.argv[1:]):
         _run()
-    with escaped_output(), signs_of_life():
+    with escaped_output(), shown_activity():
         _run()
 
 

@@ -16,7 +16,7 @@ from hpc_rl import __version__
 from hpc_rl.cli.completion import run_names, site_names
 from hpc_rl.config.kinds import offered
 from hpc_rl.errors import UserError
-from hpc_rl.liveness.signs_of_life import begin_command
+from hpc_rl.liveness.activity import begin_command
 from hpc_rl.run_dir import RunDir
 
 if TYPE_CHECKING:

@@ -183,7 +183,7 @@ def detect(
     from hpc_rl.sites.profile import USER
     from hpc_rl.sites.proposal import choose_accounts, choose_partitions, dimensions, first_choice, propose
     from hpc_rl.slurm.commands import NoAnswer
-    from hpc_rl.submission.trial import limited_trials
+    from hpc_rl.submission.executor import limited_trials
 
     path = out or USER.expanduser()
     login_node.check_writable(path, force)

@@ -14,7 +14,7 @@ from hpc_rl.cli.app import JsonOption, app, leave, note, path
 from hpc_rl.system.files import read_json
 
 if TYPE_CHECKING:
-    from hpc_rl.images.build import ImageOrder
+    from hpc_rl.images.build import ImageBuild
     from hpc_rl.images.inspect import ImageReport
 
 image_app = typer.Typer(
@@ -63,11 +63,11 @@ def build(
 
     Example: hpc-rl image build --from docker://pytorch/pytorch:2.11.0-cuda12.8-cudnn9-runtime --out hpc-rl.sif
     """
-    from hpc_rl.images.build import ImageOrder
+    from hpc_rl.images.build import ImageBuild
     from hpc_rl.images.definition import parse_source
 
     is_sandbox = form == Format.sandbox
-    _make(ImageOrder(parse_source(source), out, is_sandbox, True, build_arg or (), definition, force))
+    _make(ImageBuild(parse_source(source), out, is_sandbox, True, build_arg or (), definition, force))
 
 
 @image_app.command()
@@ -81,10 +81,10 @@ def pull(
 
     Example: hpc-rl image pull docker://python:3.12-slim --out python.sif
     """
-    from hpc_rl.images.build import ImageOrder
+    from hpc_rl.images.build import ImageBuild
     from hpc_rl.images.definition import parse_source
 
-    _make(ImageOrder(parse_source(source), out, form == Format.sandbox, with_project=False, force=force))
+    _make(ImageBuild(parse_source(source), out, form == Format.sandbox, with_project=False, force=force))
 
 
 @image_app.command()
@@ -99,12 +99,12 @@ def unpack(
 
     Example: hpc-rl image unpack hpc-rl.sif /local/hpc-rl
     """
-    from hpc_rl.images.build import ImageOrder
+    from hpc_rl.images.build import ImageBuild
     from hpc_rl.images.definition import parse_source
     from hpc_rl.images.sif import check_image
 
     check_image(Path(image))
-    _make(ImageOrder(parse_source(image), out, sandbox=True, with_project=False, force=force))
+    _make(ImageBuild(parse_source(image), out, sandbox=True, with_project=False, force=force))
 
 
 @image_app.command()
@@ -124,7 +124,7 @@ def check(
     leave(1 if report.problems else 0)
 
 
-def _make(order: ImageOrder) -> None:
+def _make(order: ImageBuild) -> None:
     from hpc_rl.images.build import make
 
     if order.source.is_moving:

@@ -19,7 +19,7 @@ from hpc_rl.run_dir import RunDir
 from hpc_rl.system.files import refuse_occupied
 
 if TYPE_CHECKING:
-    from hpc_rl.runs.cleaning import Usage
+    from hpc_rl.runs.cleaning import DiskUsage
 
 
 @app.command()
@@ -273,7 +273,7 @@ def _clean_tokenized(folders: Sequence[Path], older_than: float, yes: bool) -> N
         )
 
 
-def _table(found: Sequence[Usage]) -> str:
+def _table(found: Sequence[DiskUsage]) -> str:
     rows = [["run", "state", "checkpoints", "model", "total", "unchanged for"]]
     for one in sorted(found, key=lambda one: -one.total):
         sizes = [size_text(one.checkpoints), size_text(one.model), size_text(one.total)]

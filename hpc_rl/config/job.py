@@ -58,5 +58,5 @@ class JobConfig(Section):
 
     @property
     def hang_timeout_s(self) -> float:
-        """Seconds without a sign of life after which a process hangs; 0 for no limit. Users' programs give no signs."""
+        """Seconds without a heartbeat after which a process hangs; 0 for no limit. Users' programs have none."""
         return 0.0

@@ -52,7 +52,7 @@ class LazyRows(Sequence[T]):
     def __iter__(self) -> Iterator[T]:
         for index in range(len(self)):
             if index % _ITEMS_PER_BEAT == 0:
-                heart.beat()  # whoever reads all items needs no further signs of life
+                heart.beat()  # whoever reads all items needs no further heartbeats
             yield self.row(index)
 
     @overload

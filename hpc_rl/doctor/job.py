@@ -29,7 +29,7 @@ from hpc_rl.submission import queue
 from hpc_rl.submission.job import Job
 from hpc_rl.submission.local import check_local, run_local
 from hpc_rl.submission.preflight.folders import check_run_dir
-from hpc_rl.submission.preflight.partition import ask_of, check_partition
+from hpc_rl.submission.preflight.partition import check_partition, partition_request
 from hpc_rl.submission.request import JobRequest, plan, reserve
 from hpc_rl.submission.script.render import render
 from hpc_rl.system.files import read_end
@@ -94,7 +94,7 @@ def doctor_job(
     settings = {**short, **settings, "trainer.nnodes": nodes}
     request = JobRequest(KIND, overrides, settings=settings, run_dir=run_dir, site=site, local=local)
     planned = replace(plan(request), program=(TRAIN,) if trains else ())
-    ask = None if local else ask_of(planned.config)
+    ask = None if local else partition_request(planned.config)
     if ask is not None:
         check_partition(ask, planned.nodes)
     for check in image_preflight(planned.config.container):

@@ -15,9 +15,17 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
 
-from hpc_rl.environments.protocol import Message, Outcome, Reply
-from hpc_rl.environments.requests import Answer, Finish, Offered, Request, Start, Wanted, failed
-from hpc_rl.environments.tool_calls import Call, Malformed
+from hpc_rl.environments.protocol import EpisodeResult, Message, Reply
+from hpc_rl.environments.requests import (
+    AnswerRequest,
+    EnvironmentInfo,
+    EnvironmentSpec,
+    FinishRequest,
+    Request,
+    StartRequest,
+    failed,
+)
+from hpc_rl.environments.tool_calls import MalformedCall, ToolCall
 from hpc_rl.errors import RunError, UserError
 from hpc_rl.system.worker_process import ProcessLost, WorkerProcess
 
@@ -30,7 +38,7 @@ CLOSED = "the environments were closed while a conversation was running"
 class Environments(ABC):
     """Processes that run environments: those of an EnvironmentPool, or of several on other nodes."""
 
-    offered: Offered
+    offered: EnvironmentInfo
     workers: int
     """Number of processes."""
 
@@ -44,11 +52,11 @@ class Environments(ABC):
             RunError: no process is left, or this is closed.
         """
         self._started += 1
-        return Conversation(self, self._started, self.submit(self._started, Start(prompt, row)))
+        return Conversation(self, self._started, self.submit(self._started, StartRequest(prompt, row)))
 
     @abstractmethod
     def submit(self, number: int, request: Request) -> Future[Any]:
-        """Request something about the conversation of this number, which begins with Start and ends with Finish."""
+        """Request something about the conversation of this number, from its StartRequest to its FinishRequest."""
 
     @abstractmethod
     def close(self) -> None:
@@ -63,13 +71,13 @@ class Conversation:
         self.first: Future[Reply] = first
         """The messages with which the conversation starts."""
 
-    def answer(self, text: str, calls: list[Call | Malformed]) -> Future[Reply]:
+    def answer(self, text: str, calls: list[ToolCall | MalformedCall]) -> Future[Reply]:
         """Request the answer to the model's text, which has these tool calls."""
-        return self._environments.submit(self._number, Answer(text, calls))
+        return self._environments.submit(self._number, AnswerRequest(text, calls))
 
-    def finish(self) -> Future[Outcome]:
+    def finish(self) -> Future[EpisodeResult]:
         """Request the reward, and end the conversation. Every conversation needs this once."""
-        return self._environments.submit(self._number, Finish())
+        return self._environments.submit(self._number, FinishRequest())
 
 
 class EnvironmentPool(Environments):
@@ -85,7 +93,7 @@ class EnvironmentPool(Environments):
         RunError: a process ended, or took too long, while it loaded them.
     """
 
-    def __init__(self, wanted: Wanted, workers: int, timeout_s: float) -> None:
+    def __init__(self, wanted: EnvironmentSpec, workers: int, timeout_s: float) -> None:
         super().__init__()
         self.workers = workers
         self._closing, self._close = os.pipe()
@@ -100,12 +108,12 @@ class EnvironmentPool(Environments):
             raise
 
     def submit(self, number: int, request: Request) -> Future[Any]:
-        """See Environments. A conversation is in the process that had the fewest."""
-        if isinstance(request, Start):
+        """Queue a request for the process of its conversation. A new one goes to the process that has the fewest."""
+        if isinstance(request, StartRequest):
             if self._closed:
                 raise RunError(CLOSED)
             self._places[number] = min(self._workers, key=lambda each: each.load)
-        worker = self._places.pop(number) if isinstance(request, Finish) else self._places[number]
+        worker = self._places.pop(number) if isinstance(request, FinishRequest) else self._places[number]
         return worker.submit(number, request)
 
     def close(self) -> None:
@@ -134,10 +142,10 @@ class _Entry:
 class _Worker:
     """A thread with its process."""
 
-    def __init__(self, number: int, wanted: Wanted, timeout_s: float, closing: int) -> None:
+    def __init__(self, number: int, wanted: EnvironmentSpec, timeout_s: float, closing: int) -> None:
         self._wanted, self._timeout_s, self._closing = wanted, timeout_s, closing
         self._requests: queue.PriorityQueue[_Entry] = queue.PriorityQueue()
-        self._loaded: Future[Offered] = Future()
+        self._loaded: Future[EnvironmentInfo] = Future()
         self._open: set[int] = set()
         self._lost: dict[int, str] = {}
         """Reasons for which conversations have ended that are not finished yet."""
@@ -150,7 +158,7 @@ class _Worker:
         self._thread = threading.Thread(target=self._serve, name=f"environment-{number}", daemon=True)
         self._thread.start()
 
-    def started(self) -> Offered:
+    def started(self) -> EnvironmentInfo:
         """Wait until the process has loaded the environment."""
         return self._loaded.result(2 * START_TIMEOUT_S)
 
@@ -158,8 +166,8 @@ class _Worker:
         """Queue a request."""
         future: Future[Any] = Future()
         with self._lock:
-            self.load += isinstance(request, Start)
-            self.load -= isinstance(request, Finish)
+            self.load += isinstance(request, StartRequest)
+            self.load -= isinstance(request, FinishRequest)
         self._put(future, number, request)
         if not self._thread.is_alive():  # it may have ended without this request
             self._refuse(RunError(CLOSED))
@@ -209,7 +217,7 @@ class _Worker:
         finally:
             process.end()
 
-    def _start(self) -> tuple[WorkerProcess, Offered]:
+    def _start(self) -> tuple[WorkerProcess, EnvironmentInfo]:
         process = WorkerProcess("hpc_rl.environments.worker", START_TIMEOUT_S, self._closing)
         try:
             process.send(self._wanted)
@@ -222,9 +230,9 @@ class _Worker:
             raise found
         return process, found
 
-    def _answer(self, process: WorkerProcess, number: int, request: Request) -> Reply | Outcome:
+    def _answer(self, process: WorkerProcess, number: int, request: Request) -> Reply | EpisodeResult:
         """Return the answer of the process, or the error with which the conversation has ended."""
-        if isinstance(request, Start):
+        if isinstance(request, StartRequest):
             self._open.add(number)
         reason = self._lost.get(number)
         if reason is None:
@@ -249,7 +257,7 @@ class _Worker:
         self._forget(number, request)
         return failed(request, reason)
 
-    def _receive(self, process: WorkerProcess) -> Reply | Outcome:
+    def _receive(self, process: WorkerProcess) -> Reply | EpisodeResult:
         """Return the answer to the latest request. A process that sends another one is ended."""
         while True:
             count, answer = process.receive(self._timeout_s)
@@ -264,7 +272,7 @@ class _Worker:
             self._lost.setdefault(number, f"the process of the environment was lost: {reason}")
 
     def _forget(self, number: int, request: Request) -> None:
-        if isinstance(request, Finish):
+        if isinstance(request, FinishRequest):
             self._open.discard(number)
             self._lost.pop(number, None)
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from hpc_rl.environments.schemas import BadArguments, Tool
-from hpc_rl.environments.tool_calls import Call, Malformed
+from hpc_rl.environments.tool_calls import MalformedCall, ToolCall
 from hpc_rl.rewards.number import split_reward
 
 Message = dict[str, Any]
@@ -61,7 +61,7 @@ class Reply:
 
 
 @dataclass(frozen=True)
-class Outcome:
+class EpisodeResult:
     """The end of a conversation."""
 
     score: float | None
@@ -89,15 +89,15 @@ class Episode:
         # Gymnasium's reset returns (observation, info).
         return found[0] if isinstance(found, tuple) and len(found) == 2 and isinstance(found[1], Mapping) else found
 
-    def answer(self, text: str, calls: Sequence[Call | Malformed]) -> Reply:
+    def answer(self, text: str, calls: Sequence[ToolCall | MalformedCall]) -> Reply:
         """Answer the model's text, which contains these tool calls."""
         if calls:
-            return join_replies([self.call(call) for call in calls])
+            return merged([self.call(call) for call in calls])
         return self._step(text) if self._definition.has_step else Reply([], done=True)
 
-    def call(self, call: Call | Malformed) -> Reply:
+    def call(self, call: ToolCall | MalformedCall) -> Reply:
         """Make one tool call. What goes wrong becomes the tool's message, so that the model can try again."""
-        if isinstance(call, Malformed):
+        if isinstance(call, MalformedCall):
             return Reply([tool_message(call.name or "unknown", f"Error: {call.reason}")], bad_calls=1)
         tool = self._definition.tools.get(call.name)
         if tool is None:
@@ -114,7 +114,7 @@ class Episode:
             return self._failed(call.name, f"{type(error).__name__}: {error}", calls=1)
         return Reply([tool_message(call.name, cut(text, self._most_chars))], calls=1)
 
-    def outcome(self) -> Outcome:
+    def result(self) -> EpisodeResult:
         """Return the reward of the conversation, and close the environment.
 
         Raises:
@@ -123,8 +123,8 @@ class Episode:
         try:
             if self._environment is not None and self._definition.has_reward:
                 score, components = split_reward(self._environment.reward())
-                return Outcome(score, components)
-            return Outcome(sum(self._step_rewards) if self._step_rewards else None)
+                return EpisodeResult(score, components)
+            return EpisodeResult(sum(self._step_rewards) if self._step_rewards else None)
         finally:
             self.close()
 
@@ -216,7 +216,7 @@ def tool_message(name: str, text: str) -> Message:
     return {"role": "tool", "name": name, "content": text}
 
 
-def join_replies(replies: Sequence[Reply]) -> Reply:
+def merged(replies: Sequence[Reply]) -> Reply:
     """Return one reply for the results of several calls."""
     return Reply(
         [message for reply in replies for message in reply.messages],

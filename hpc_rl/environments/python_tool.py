@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from hpc_rl.environments.sandbox import Limits, Ran, Sandbox
+from hpc_rl.environments.sandbox import Limits, ProgramResult, Sandbox
 
 SAVE_AND_RUN = 'cat > /tmp/.program && exec "$@" /tmp/.program < /dev/null'
 """The program arrives on standard input, because the length of a command is limited, and then has an empty one."""
@@ -32,7 +32,7 @@ class Python:
         return report(self._sandbox.run(["/bin/sh", "-c", SAVE_AND_RUN, "sh", self._python, "-I", "-u"], code))
 
 
-def report(ran: Ran) -> str:
+def report(ran: ProgramResult) -> str:
     """Return the output of a program with a note about its end, as the model sees it."""
     if ran.ended_by is not None:
         note = f"[ended: it used {ran.ended_by}]"

@@ -6,12 +6,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from hpc_rl.environments.protocol import Message, Outcome, Reply
-from hpc_rl.environments.tool_calls import Call, Malformed
+from hpc_rl.environments.protocol import EpisodeResult, Message, Reply
+from hpc_rl.environments.tool_calls import MalformedCall, ToolCall
 
 
 @dataclass(frozen=True)
-class Wanted:
+class EnvironmentSpec:
     """What a process loads."""
 
     environment: str | None
@@ -24,7 +24,7 @@ class Wanted:
 
 
 @dataclass(frozen=True)
-class Offered:
+class EnvironmentInfo:
     """What an environment and its tools offer."""
 
     schemas: list[dict[str, Any]]
@@ -33,7 +33,7 @@ class Offered:
 
 
 @dataclass(frozen=True)
-class Start:
+class StartRequest:
     """The request for the first messages of a conversation."""
 
     prompt: list[Message]
@@ -41,21 +41,21 @@ class Start:
 
 
 @dataclass(frozen=True)
-class Answer:
+class AnswerRequest:
     """The request for an answer to a model's text, which has these tool calls."""
 
     text: str
-    calls: list[Call | Malformed]
+    calls: list[ToolCall | MalformedCall]
 
 
 @dataclass(frozen=True)
-class Finish:
+class FinishRequest:
     """The request for the reward of a conversation, which then ends."""
 
 
-Request = Start | Answer | Finish
+Request = StartRequest | AnswerRequest | FinishRequest
 
 
-def failed(request: Request, reason: str) -> Reply | Outcome:
+def failed(request: Request, reason: str) -> Reply | EpisodeResult:
     """Return the answer to a request about a conversation that has failed."""
-    return Outcome(None, error=reason) if isinstance(request, Finish) else Reply([], True, error=reason)
+    return EpisodeResult(None, error=reason) if isinstance(request, FinishRequest) else Reply([], True, error=reason)

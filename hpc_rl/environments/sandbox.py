@@ -78,7 +78,7 @@ class Limits:
 
 
 @dataclass(frozen=True)
-class Ran:
+class ProgramResult:
     """The end of a program."""
 
     output: str
@@ -188,7 +188,7 @@ class Sandbox:
         self._start = _start_words(name, program, image, self._limits)
         _check_start(tuple(self._start), self._limits.time_s)
 
-    def run(self, argv: Sequence[str], stdin: str = "") -> Ran:
+    def run(self, argv: Sequence[str], stdin: str = "") -> ProgramResult:
         """Run a program to its end, or until it exceeds a limit."""
         return _run([*self._start, *argv], stdin, self._limits)
 
@@ -247,7 +247,7 @@ def _check_start(start: tuple[str, ...], time_s: float) -> None:
         )
 
 
-def _run(argv: Sequence[str], stdin: str, limits: Limits) -> Ran:
+def _run(argv: Sequence[str], stdin: str, limits: Limits) -> ProgramResult:
     with tempfile.TemporaryFile() as source:
         source.write(stdin.encode(errors="replace"))
         source.seek(0)
@@ -269,7 +269,7 @@ def _run(argv: Sequence[str], stdin: str, limits: Limits) -> Ran:
         assert process.stdout is not None
         process.stdout.close()  # first, because a process that writes to a full pipe does not end
         _end(process)
-    return Ran(output.text(), shell_code(process.returncode), ended_by)
+    return ProgramResult(output.text(), shell_code(process.returncode), ended_by)
 
 
 def _watch(process: subprocess.Popen[bytes], output: Output, limits: Limits) -> str | None:

@@ -16,7 +16,7 @@ from hpc_rl.errors import UserError
 
 
 @dataclass(frozen=True)
-class Call:
+class ToolCall:
     """A tool call."""
 
     name: str
@@ -24,7 +24,7 @@ class Call:
 
 
 @dataclass(frozen=True)
-class Malformed:
+class MalformedCall:
     """A tool call that cannot be read. The reason is for the model."""
 
     reason: str
@@ -32,7 +32,7 @@ class Malformed:
     """The tool, if it is known."""
 
 
-Parse = Callable[[str], list[Call | Malformed]]
+Parse = Callable[[str], list[ToolCall | MalformedCall]]
 """Returns the tool calls in what a model wrote after its thinking, in order; an empty list if there is none."""
 
 _HERMES = '<tool_call>{"name": "NAME", "arguments": {...}}</tool_call>'
@@ -64,13 +64,13 @@ def after_thinking(text: str, in_thinking: bool) -> str:
     return text.partition("</think>")[2]
 
 
-def parse_hermes(text: str) -> list[Call | Malformed]:
+def parse_hermes(text: str) -> list[ToolCall | MalformedCall]:
     """Read every `<tool_call>` with a JSON object. The end tag may be missing, but not a part of the object."""
-    found: list[Call | Malformed] = []
+    found: list[ToolCall | MalformedCall] = []
     at = text.find(_TAG)
     while at >= 0:
         if len(found) == _MOST_CALLS:  # each error of the JSON decoder counts the lines of the whole text
-            return [*found, Malformed(f"more than {_MOST_CALLS} tool calls in one turn; write fewer")]
+            return [*found, MalformedCall(f"more than {_MOST_CALLS} tool calls in one turn; write fewer")]
         start = _after_space(text, at + len(_TAG))
         value, end = _decode(text, start)
         if end is None:
@@ -84,7 +84,7 @@ def parse_hermes(text: str) -> list[Call | Malformed]:
     return found
 
 
-def parse_json(text: str) -> list[Call | Malformed]:
+def parse_json(text: str) -> list[ToolCall | MalformedCall]:
     """Read a JSON object, or a list of them, that is the whole text, begins a line, or is in a fenced block.
 
     JSON without a name and arguments is no call.
@@ -94,7 +94,7 @@ def parse_json(text: str) -> list[Call | Malformed]:
     if not blocks:
         start = re.search(r"^[ \t]*[\[{]", text, re.MULTILINE)
         blocks = [text[start.start() :].strip()] if start else []
-    found: list[Call | Malformed] = []
+    found: list[ToolCall | MalformedCall] = []
     for block in blocks:
         at = 0
         while at < len(block):
@@ -113,9 +113,9 @@ def parse_json(text: str) -> list[Call | Malformed]:
     return found
 
 
-def parse_xml(text: str) -> list[Call | Malformed]:
+def parse_xml(text: str) -> list[ToolCall | MalformedCall]:
     """Read every `<function=NAME>` with its parameters, whose values are text. Tool.arguments converts them."""
-    found: list[Call | Malformed] = []
+    found: list[ToolCall | MalformedCall] = []
     at, last_end = 0, text.rfind(_END_PARAMETER)
     while match := _FUNCTION.search(text, at):
         name, at = match[1].strip(), match.end()
@@ -128,15 +128,15 @@ def parse_xml(text: str) -> list[Call | Malformed]:
             at = end + len(_END_PARAMETER)
         ended = text.startswith("</function>", _after_space(text, at))
         if not name:
-            found.append(Malformed(f"the tool call has no name; write it as {_XML}"))
+            found.append(MalformedCall(f"the tool call has no name; write it as {_XML}"))
         elif not ended:
             found.append(
-                Malformed(f"the tool call does not end after {len(arguments)} parameters; write it as {_XML}", name)
+                MalformedCall(f"the tool call does not end after {len(arguments)} parameters; write it as {_XML}", name)
             )
         else:
-            found.append(Call(name, arguments))
+            found.append(ToolCall(name, arguments))
     if not found and _TAG in text:
-        found.append(Malformed(f"there is no function in <tool_call>; write it as {_XML}"))
+        found.append(MalformedCall(f"there is no function in <tool_call>; write it as {_XML}"))
     return found
 
 
@@ -200,20 +200,20 @@ def _names_a_tool(value: Any) -> bool:
     return isinstance(value, Mapping) and "name" in value and ("arguments" in value or "parameters" in value)
 
 
-def _call(value: Any, form: str) -> Call | Malformed:
+def _call(value: Any, form: str) -> ToolCall | MalformedCall:
     if not isinstance(value, Mapping) or not isinstance(value.get("name"), str) or not value["name"]:
-        return Malformed(f"the tool call has no name; write it as {form}")
+        return MalformedCall(f"the tool call has no name; write it as {form}")
     arguments = value.get("arguments", value.get("parameters", {}))
     if isinstance(arguments, str):  # some models encode the arguments twice
         arguments, _ = _decode(arguments.strip() or "{}")
     if arguments is None:
         arguments = {}
     if not isinstance(arguments, dict):
-        return Malformed(f'the "arguments" are no JSON object; write the call as {form}', value["name"])
-    return Call(value["name"], arguments)
+        return MalformedCall(f'the "arguments" are no JSON object; write the call as {form}', value["name"])
+    return ToolCall(value["name"], arguments)
 
 
-def _malformed(text: str, form: str) -> Malformed:
+def _malformed(text: str, form: str) -> MalformedCall:
     try:
         json.loads(text, strict=False)
         problem = "text follows the object"
@@ -221,4 +221,4 @@ def _malformed(text: str, form: str) -> Malformed:
         problem = f"{error.msg}, at character {error.pos + 1}"
     except (ValueError, RecursionError) as error:
         problem = str(error)
-    return Malformed(f"the tool call is not valid JSON ({problem}); write it as {form}")
+    return MalformedCall(f"the tool call is not valid JSON ({problem}); write it as {form}")

@@ -10,7 +10,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from hpc_rl.environments.tool_calls import VLLM, Call, Malformed, Parse
+from hpc_rl.environments.tool_calls import VLLM, MalformedCall, Parse, ToolCall
 from hpc_rl.errors import UserError
 from hpc_rl.software.installation import install_command
 
@@ -46,19 +46,21 @@ def load_vllm_parser(name: str, tokenizer: PreTrainedTokenizerBase, schemas: Seq
         raise UserError(f"tool call format {VLLM}{name}: vLLM refuses it for this model: {problem}") from error
     request = ChatCompletionRequest(messages=[], tools=tools or None)
 
-    def parse(text: str) -> list[Call | Malformed]:
+    def parse(text: str) -> list[ToolCall | MalformedCall]:
         try:
             found = make(tokenizer, tools).extract_tool_calls(text, request)
         except Exception as error:  # noqa: BLE001 - no text may end the run
-            return [Malformed(f"the tool call cannot be read ({type(error).__name__})")]
+            return [MalformedCall(f"the tool call cannot be read ({type(error).__name__})")]
         return [_call(call.function.name, call.function.arguments) for call in found.tool_calls]
 
     return parse
 
 
-def _call(name: str, arguments: str) -> Call | Malformed:
+def _call(name: str, arguments: str) -> ToolCall | MalformedCall:
     try:
         values = json.loads(arguments or "{}")
     except (ValueError, RecursionError):
         values = None
-    return Call(name, values) if isinstance(values, dict) else Malformed("the arguments are no JSON object", name)
+    return (
+        ToolCall(name, values) if isinstance(values, dict) else MalformedCall("the arguments are no JSON object", name)
+    )

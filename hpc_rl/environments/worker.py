@@ -17,21 +17,21 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from hpc_rl.environments.loading import load_definition
-from hpc_rl.environments.protocol import Definition, Episode, Outcome, Reply, first_messages, join_replies, readable
-from hpc_rl.environments.requests import Answer, Offered, Request, Start, Wanted, failed
+from hpc_rl.environments.protocol import Definition, Episode, EpisodeResult, Reply, first_messages, merged, readable
+from hpc_rl.environments.requests import AnswerRequest, EnvironmentInfo, EnvironmentSpec, Request, StartRequest, failed
 from hpc_rl.errors import UserError
 from hpc_rl.system.processes import adopt_orphans, die_with_parent
 from hpc_rl.system.search_path import look_last
 
 
-class Conversations:
+class Episodes:
     """The conversations of this process."""
 
     def __init__(self, definition: Definition, most_chars: int) -> None:
         self._definition, self._most_chars = definition, most_chars
         self._episodes: dict[int, Episode] = {}
 
-    def handle(self, number: int, request: Request, beat: Callable[[], None]) -> Reply | Outcome:
+    def handle(self, number: int, request: Request, beat: Callable[[], None]) -> Reply | EpisodeResult:
         """Return the answer to a request. Anything that the user's code raises ends the conversation.
 
         Args:
@@ -39,13 +39,13 @@ class Conversations:
             beat: is called after each tool call.
         """
         try:
-            if isinstance(request, Start):
+            if isinstance(request, StartRequest):
                 episode = self._episodes[number] = Episode(self._definition, self._most_chars)
                 return Reply(readable(first_messages(request.prompt, episode.reset(request.row))))
-            if isinstance(request, Answer):
+            if isinstance(request, AnswerRequest):
                 reply = self._answer(self._episodes[number], request, beat)
                 return replace(reply, messages=readable(reply.messages))
-            return self._episodes.pop(number).outcome()
+            return self._episodes.pop(number).result()
         except (Exception, SystemExit) as error:  # noqa: BLE001 - the user's code may raise anything
             reason = " ".join(f"{type(error).__name__}: {error}".split())[:300]
             if episode := self._episodes.pop(number, None):
@@ -53,17 +53,17 @@ class Conversations:
                     episode.close()
             return failed(request, readable(reason))
 
-    def _answer(self, episode: Episode, request: Answer, beat: Callable[[], None]) -> Reply:
+    def _answer(self, episode: Episode, request: AnswerRequest, beat: Callable[[], None]) -> Reply:
         if not request.calls:
             return episode.answer(request.text, [])
         replies = []
         for call in request.calls:
             replies.append(episode.call(call))
             beat()
-        return join_replies(replies)
+        return merged(replies)
 
 
-def check_start(wanted: Wanted, definition: Definition) -> None:
+def check_start(wanted: EnvironmentSpec, definition: Definition) -> None:
     """Create one environment, so that what it lacks is found before the first conversation.
 
     Raises:
@@ -91,15 +91,15 @@ def main(fd: int) -> None:
             os._exit(0)
         connection.send(value)
 
-    wanted: Wanted = connection.recv()
+    wanted: EnvironmentSpec = connection.recv()
     try:
         definition = load_definition(wanted.environment, wanted.kwargs, wanted.tools, wanted.sandbox)
         check_start(wanted, definition)
     except UserError as error:
         send(UserError(str(error)))
         return
-    send(Offered(definition.schemas, definition.has_step, definition.has_reward))
-    conversations = Conversations(definition, wanted.most_chars)
+    send(EnvironmentInfo(definition.schemas, definition.has_step, definition.has_reward))
+    conversations = Episodes(definition, wanted.most_chars)
     while True:
         try:
             count, number, request = connection.recv()

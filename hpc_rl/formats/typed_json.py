@@ -55,7 +55,7 @@ def is_job_id(value: Any) -> bool:
     return isinstance(value, str) and _JOB_ID.fullmatch(value) is not None
 
 
-def kept(record: Mapping[str, Any], checks: Mapping[str, Check]) -> dict[str, Any]:
+def well_typed(record: Mapping[str, Any], checks: Mapping[str, Check]) -> dict[str, Any]:
     """Return a record without the values that have the wrong type. Keys without a check stay."""
     return {key: value for key, value in record.items() if key not in checks or checks[key](value)}
 

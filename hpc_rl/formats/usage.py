@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hpc_rl.formats.typed_json import Check, is_integer, is_job_id, is_number, is_text, is_time, kept, object_of
+from hpc_rl.formats.typed_json import Check, is_integer, is_job_id, is_number, is_text, is_time, object_of, well_typed
 from hpc_rl.system.files import open_regular, open_to_append
 
 _MOST_BYTES = 2**26
@@ -161,7 +161,7 @@ def _parse_line(text: str) -> Line | None:
     line = object_of(text)
     if line is None or not is_time(line.get("time")):
         return None
-    line = kept(line, _TYPES)
+    line = well_typed(line, _TYPES)
     return {**line, "gpus": [gpu for gpu in line.get("gpus", ()) if _is_gpu(gpu)]}
 
 

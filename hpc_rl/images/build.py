@@ -36,7 +36,7 @@ VERSION_TIMEOUT_S = 60
 
 
 @dataclass(frozen=True)
-class ImageOrder:
+class ImageBuild:
     """One image to build."""
 
     source: ImageSource
@@ -76,7 +76,7 @@ def find_builder() -> Builder:
     return Builder(program, done.stdout.strip())
 
 
-def make(order: ImageOrder) -> Path:
+def make(order: ImageBuild) -> Path:
     """Build the image and return the path of its sidecar, OUT.json.
 
     The image is built under another name and renamed at the end; a build that fails or is interrupted leaves nothing.
@@ -122,7 +122,7 @@ def file_sha256(path: Path) -> str:
         return f"sha256:{hashlib.file_digest(file, 'sha256').hexdigest()}"
 
 
-def _specification(order: ImageOrder, work: Path, digest: str | None) -> tuple[str, dict[str, str]]:
+def _specification(order: ImageBuild, work: Path, digest: str | None) -> tuple[str, dict[str, str]]:
     """Return the source of the build, a URI or a definition file, and the variables of the definition file."""
     if not order.with_project:
         return order.source.uri, {}
@@ -230,7 +230,7 @@ def _cached_manifests(cache: Path) -> list[str]:
     return [manifest["digest"] for manifest in index.get("manifests", [])]
 
 
-def _write_sidecar(order: ImageOrder, out: Path, builder: Builder, digest: str | None, sha256: str | None) -> Path:
+def _write_sidecar(order: ImageBuild, out: Path, builder: Builder, digest: str | None, sha256: str | None) -> Path:
     facts: Mapping[str, object] = {
         "source": order.source.uri,
         "digest": digest,

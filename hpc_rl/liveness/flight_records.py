@@ -40,7 +40,7 @@ _MOST_RANKS = 8
 
 
 @dataclass(frozen=True)
-class Call:
+class Collective:
     """One collective on one rank."""
 
     name: str
@@ -53,11 +53,11 @@ class Call:
 
 
 @dataclass(frozen=True)
-class Group:
+class GroupRecord:
     """One process group, as one rank has recorded it."""
 
     label: str
-    calls: Mapping[int, Call]
+    calls: Mapping[int, Collective]
     """The latest collectives by their number in the group."""
     ranks: tuple[int, ...] = ()
     """Ranks of the group; empty if they are not recorded."""
@@ -73,12 +73,12 @@ class Group:
         return any(not call.completed and call.backend == "nccl" for call in self.calls.values())
 
 
-Record = Mapping[str, Group]
+Record = Mapping[str, GroupRecord]
 """The groups of one rank, by name."""
 
 
 @dataclass(frozen=True)
-class Finding:
+class WaitCause:
     """What keeps ranks waiting."""
 
     line: str
@@ -99,10 +99,10 @@ class NoRecordError(ValueError):
 
 def explanations(attempt: Path) -> list[str]:
     """Return a line for each finding in the records of an attempt, the most likely cause first."""
-    return [f"{MARK}{finding.line}" for finding in findings(attempt)]
+    return [f"{MARK}{finding.line}" for finding in wait_causes(attempt)]
 
 
-def findings(attempt: Path) -> list[Finding]:
+def wait_causes(attempt: Path) -> list[WaitCause]:
     """Compare the records of an attempt. Return what keeps ranks waiting, in each pool the most likely cause first."""
     pools: dict[str, dict[int, list[Path]]] = {}
     for path in sorted(attempt.glob("flight-*")):
@@ -111,7 +111,7 @@ def findings(attempt: Path) -> list[Finding]:
     return [finding for pool, paths in pools.items() for finding in _of_pool(attempt, pool, paths)]
 
 
-def _of_pool(attempt: Path, pool: str, paths: Mapping[int, Sequence[Path]]) -> Iterator[Finding]:
+def _of_pool(attempt: Path, pool: str, paths: Mapping[int, Sequence[Path]]) -> Iterator[WaitCause]:
     records: dict[int, Record] = {}
     unreadable: list[str] = []
     for rank, files in paths.items():
@@ -125,10 +125,10 @@ def _of_pool(attempt: Path, pool: str, paths: Mapping[int, Sequence[Path]]) -> I
     where = f" of pool {pool}" if pool else ""
     for finding in compare(records, expected):
         yield replace(finding, line=f"{finding.line}{where}", pool=pool)
-    yield from (Finding(line, pool=pool) for line in unreadable)
+    yield from (WaitCause(line, pool=pool) for line in unreadable)
 
 
-def compare(records: Mapping[int, Record], expected: Collection[int] = ()) -> list[Finding]:
+def compare(records: Mapping[int, Record], expected: Collection[int] = ()) -> list[WaitCause]:
     """Compare the records of ranks. Return what keeps them waiting, the most likely cause first.
 
     Args:
@@ -139,42 +139,42 @@ def compare(records: Mapping[int, Record], expected: Collection[int] = ()) -> li
     absent = sorted(
         {*expected, *(rank for one in records.values() for g in one.values() for rank in g.ranks)} - {*records}
     )
-    found: list[tuple[int, Finding]] = []
+    found: list[tuple[int, WaitCause]] = []
     if absent:
         waiting = "; ".join(_waiting(records))
         ended = f"{_ranks(absent)} left no record: ended, or hangs outside of torch.distributed. {waiting}"
-        found.append((1, Finding(ended, tuple(absent))))
+        found.append((1, WaitCause(ended, tuple(absent))))
     groups = {name: _views(name, records) for name in sorted({name for record in records.values() for name in record})}
     held_up = {rank for views in groups.values() for rank in _held_up(views)}
     held_up |= {rank for rank, record in records.items() if any(group.waits for group in record.values())}
     for views in groups.values():
         if line := _different(views):
-            found.append((0, Finding(line)))
+            found.append((0, WaitCause(line)))
         elif line := _late(views):
             late = {rank for rank, view in views.items() if view.last == min(v.last for v in views.values())}
             free = sorted(late - held_up)
-            found.append((2 if len(free) == len(late) else 3 if free else 4, Finding(line, tuple(free))))
+            found.append((2 if len(free) == len(late) else 3 if free else 4, WaitCause(line, tuple(free))))
         elif not absent and (line := _stuck(views)):
-            found.append((5, Finding(line)))
+            found.append((5, WaitCause(line)))
     return [finding for _, finding in sorted(found, key=lambda pair: pair[0])]
 
 
-def _views(name: str, records: Mapping[int, Record]) -> dict[int, Group]:
+def _views(name: str, records: Mapping[int, Record]) -> dict[int, GroupRecord]:
     """Return a group as recorded by each of its ranks that left a record."""
     views = {rank: record[name] for rank, record in records.items() if name in record}
     label = next(iter(views.values())).label
     members = next((view.ranks for view in views.values() if view.ranks), ())
     everyone = members or (tuple(records) if label.startswith("default_pg") else tuple(views))
-    return views | {rank: Group(label, {}) for rank in everyone if rank in records and rank not in views}
+    return views | {rank: GroupRecord(label, {}) for rank in everyone if rank in records and rank not in views}
 
 
-def _held_up(views: Mapping[int, Group]) -> list[int]:
+def _held_up(views: Mapping[int, GroupRecord]) -> list[int]:
     """Return the ranks that wait in a collective which another rank has not reached."""
     low = min(view.last for view in views.values())
     return [rank for rank, view in views.items() if low + 1 in view.calls and not view.calls[low + 1].completed]
 
 
-def _different(views: Mapping[int, Group]) -> str | None:
+def _different(views: Mapping[int, GroupRecord]) -> str | None:
     """Describe the first number at which ranks made different collectives."""
     common = set.intersection(*(set(view.calls) for view in views.values()))
     for number in sorted(common):
@@ -191,7 +191,7 @@ def _different(views: Mapping[int, Group]) -> str | None:
     return None
 
 
-def _late(views: Mapping[int, Group]) -> str | None:
+def _late(views: Mapping[int, GroupRecord]) -> str | None:
     """Describe the ranks that have not reached a collective in which others wait."""
     low, high = min(view.last for view in views.values()), max(view.last for view in views.values())
     if low == high:
@@ -208,7 +208,7 @@ def _late(views: Mapping[int, Group]) -> str | None:
     )
 
 
-def _stuck(views: Mapping[int, Group]) -> str | None:
+def _stuck(views: Mapping[int, GroupRecord]) -> str | None:
     """Describe a collective that all ranks have begun and none has completed."""
     pending = [
         number for number in sorted(next(iter(views.values())).calls) if all(_pends(v, number) for v in views.values())
@@ -223,7 +223,7 @@ def _stuck(views: Mapping[int, Group]) -> str | None:
     )
 
 
-def _pends(view: Group, number: int) -> bool:
+def _pends(view: GroupRecord, number: int) -> bool:
     return number in view.calls and not view.calls[number].completed
 
 
@@ -237,12 +237,12 @@ def _waiting(records: Mapping[int, Record]) -> Iterator[str]:
             yield f"rank {rank} is in {call.name} {call.sizes} of group {label}{_place(call)}"
 
 
-def _alike(call: Call) -> str:
+def _alike(call: Collective) -> str:
     """Return what must be equal on all ranks; the sizes of a reduction are, those of other collectives may differ."""
     return f"{call.name} {call.sizes}" if call.name.endswith(("all_reduce", "allreduce", "broadcast")) else call.name
 
 
-def _place(call: Call) -> str:
+def _place(call: Collective) -> str:
     return f" at {call.place}" if call.place else ""
 
 
@@ -285,7 +285,7 @@ def groups_of(dump: Mapping[str, Any]) -> Record:
         KeyError, TypeError, ValueError: it has another format.
     """
     config = {str(one["name"]): one for one in dump.get("pg_config", {}).values()}
-    calls: dict[str, dict[int, Call]] = {name: {} for name in config if name}
+    calls: dict[str, dict[int, Collective]] = {name: {} for name in config if name}
     labels: dict[str, str] = {name: str(one["desc"]) or name for name, one in config.items()}
     for entry in dump.get("entries", ()):
         name, label = entry["process_group"]
@@ -293,11 +293,11 @@ def groups_of(dump: Mapping[str, Any]) -> Record:
         if not entry["is_p2p"]:
             calls.setdefault(name, {})[int(entry["collective_seq_id"])] = _call(entry)
     ranks = {name: tuple(json.loads(one["ranks"] or "[]")) for name, one in config.items()}
-    return {name: Group(labels[name], found, ranks.get(name, ())) for name, found in calls.items()}
+    return {name: GroupRecord(labels[name], found, ranks.get(name, ())) for name, found in calls.items()}
 
 
-def _call(entry: Mapping[str, Any]) -> Call:
+def _call(entry: Mapping[str, Any]) -> Collective:
     frames = [f for f in entry.get("frames", ()) if not _LIBRARY.search(f["filename"])]
     place = f"{Path(frames[0]['filename']).name}:{frames[0]['line']}" if frames else ""
     backend, _, name = str(entry["profiling_name"]).rpartition(":")
-    return Call(name, str(entry["input_sizes"]), backend, entry["state"] == "completed", place)
+    return Collective(name, str(entry["input_sizes"]), backend, entry["state"] == "completed", place)

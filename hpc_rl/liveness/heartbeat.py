@@ -1,11 +1,11 @@
-"""Signs of life: a process of a job records in a small file what it does, and each time that it gets on with it.
+"""Heartbeats: a process of a job records in a small file what it does, and each time that its work advances.
 
     heart.begin("rank 1")                # once; without a folder in HPC_RL_HEARTBEATS, nothing is recorded
     with heart.phase("save_checkpoint"):
         heart.beat()                     # after each part of the work
 
 A beat comes from the work itself, and from no thread beside it, which would go on while the work hangs. The node entry
-reads the files (`hpc_rl.node.hangs`). They are on the node's own disk, and a beat is one write of one block.
+reads the files (`hpc_rl.node.hangs.watch`). They are on the node's own disk, and a beat is one write of one block.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from hpc_rl.liveness import stacks
 
 ENV_HEARTBEATS = "HPC_RL_HEARTBEATS"
 """Variable with the folder of the files."""
-BEATS = "beats"
+HEARTBEATS = "heartbeats"
 """Name of this folder in a job's temporary folder on a node."""
-SUFFIX = ".beat"
+SUFFIX = ".heartbeat"
 RUN = "run"
 """Phase outside of any other: the start and the end of a process."""
 _BYTES = 512
@@ -39,7 +39,7 @@ C = TypeVar("C")
 
 
 @dataclass(frozen=True)
-class Beat:
+class Heartbeat:
     """What a process recorded last."""
 
     pid: int
@@ -57,14 +57,14 @@ class Beat:
     """Number of beats so far."""
 
 
-class Heart:
-    """The signs of life of this process: one object, which a pickle names and does not copy. Ray sends classes of the
-    program that it starts with the objects that they use, and a copy in another process would beat beside the real one.
+class HeartbeatWriter:
+    """Writes the heartbeats of this process: one object, which a pickle names and does not copy. Ray sends classes of
+    the program that it starts with the objects that they use, and a copy in another process would beat beside this one.
     """
 
     def __init__(self) -> None:
         self._file: int | None = None
-        self._beat = Beat(0, "")
+        self._beat = Heartbeat(0, "")
         self._thread = 0
         self._seen: set[str] = set()
 
@@ -85,7 +85,7 @@ class Heart:
         flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW
         self._file = os.open(Path(folder) / f"{pid}{SUFFIX}", flags, 0o600)
         self._seen = {RUN}
-        self._write(Beat(pid, name[:_LONGEST_NAME], waits=waits))
+        self._write(Heartbeat(pid, name[:_LONGEST_NAME], waits=waits))
 
     def beat(self) -> None:
         """Record that the work goes on."""
@@ -125,9 +125,9 @@ class Heart:
             restored = {name: getattr(before, name) for name in fields}
             self._write(self._beat, **restored)
 
-    def _write(self, beat: Beat, **fields: Any) -> None:
+    def _write(self, beat: Heartbeat, **fields: Any) -> None:
         values = {**asdict(beat), **fields, "count": beat.count + 1}
-        self._beat = Beat(**values)
+        self._beat = Heartbeat(**values)
         if self._file is None or os.getpid() != self._beat.pid:  # a forked process
             return
         # The block exists after the first write, so a full disk does not matter.
@@ -135,7 +135,7 @@ class Heart:
             os.pwrite(self._file, json.dumps(values).encode()[:_BYTES].ljust(_BYTES), 0)
 
 
-heart = Heart()
+heart = HeartbeatWriter()
 """The one of this process."""
 
 
@@ -156,9 +156,9 @@ def _as_phase(name: str, method: Callable[P, T]) -> Callable[P, T]:
     return call
 
 
-def read_beat(path: Path) -> Beat | None:
+def read_heartbeat(path: Path) -> Heartbeat | None:
     """Return what a process recorded last; None if the file is incomplete, or has just gone."""
     try:
-        return Beat(**json.loads(path.read_bytes()))
+        return Heartbeat(**json.loads(path.read_bytes()))
     except (OSError, ValueError, TypeError):
         return None

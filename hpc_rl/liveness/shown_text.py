@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from typing import IO, Any, cast
 
-from hpc_rl.liveness.signs_of_life import printed
+from hpc_rl.liveness.activity import printed
 
 _COLOUR = re.compile(r"\x1b\[[\d;:]*m")
 _CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069]")

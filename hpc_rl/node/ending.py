@@ -20,8 +20,8 @@ from enum import Enum, auto
 from pathlib import Path
 
 from hpc_rl.node.causes import TERMINATED, End, Kind, Outcome, outcome_of
-from hpc_rl.node.company import Company, Lead, Mate, end_of_lost
-from hpc_rl.node.meeting import POLL_S, Meeting, named
+from hpc_rl.node.peers import Coordinator, Participant, Peers, end_of_lost
+from hpc_rl.node.rendezvous import POLL_S, Rendezvous, named
 from hpc_rl.node.roll_call import SILENCE_S
 from hpc_rl.run_dir import lost_file, outcome_file, read_outcome
 from hpc_rl.system.files import write_atomically
@@ -79,7 +79,7 @@ def next_step(seen: Situation) -> Step:
 
 
 def settle(
-    company: Company,
+    peers: Peers,
     own: End,
     asked_to_end: threading.Event,
     show: Callable[[End | None], None],
@@ -92,37 +92,37 @@ def settle(
         show: prints the cause, or shows what is left of the log; called on the node that explains the end.
         linger_s: how long other nodes may run after node 0 has ended well; 0 if its end is that of the job.
     """
-    if isinstance(company, Lead):
-        outcome = agree(company, own, asked_to_end, linger_s)
-        record(company.meeting.attempt_dir, outcome)
+    if isinstance(peers, Coordinator):
+        outcome = agree(peers, own, asked_to_end, linger_s)
+        record(peers.rendezvous.attempt_dir, outcome)
         show(outcome.cause)  # before other tasks exit, on which srun comments
-        company.announce(outcome.exit_code)
+        peers.announce(outcome.exit_code)
         return outcome.exit_code
-    return follow(company, own, asked_to_end, show)
+    return follow(peers, own, asked_to_end, show)
 
 
-def agree(company: Lead, own: End, asked_to_end: threading.Event, linger_s: float) -> Outcome:
+def agree(peers: Coordinator, own: End, asked_to_end: threading.Event, linger_s: float) -> Outcome:
     """Collect the ends of all nodes on node 0, and return the outcome."""
-    company.poll()  # what is reported already was before this node's end
-    company.report(own)
+    peers.poll()  # what is reported already was before this node's end
+    peers.report(own)
     began, asked_at = time.monotonic(), math.inf
     while True:
-        company.poll()
+        peers.poll()
         now = time.monotonic()
         asked_s = now - asked_at if now >= asked_at else None
-        everyone, ended_s = len(company.meeting.nodes), now - began
+        everyone, ended_s = len(peers.rendezvous.nodes), now - began
         is_ended = asked_to_end.is_set()
-        seen = Situation(everyone, company.ends, company.present, ended_s, asked_s, is_ended, linger_s)
+        seen = Situation(everyone, peers.ends, peers.present, ended_s, asked_s, is_ended, linger_s)
         step = next_step(seen)
         if step is Step.DECIDE:
             break
         if step is Step.ASK_TO_END:
-            if linger_s and not company.must_end and not asked_to_end.is_set():
-                _note_hanging(company, linger_s)
-            company.ask_to_end()
+            if linger_s and not peers.must_end and not asked_to_end.is_set():
+                _note_hanging(peers, linger_s)
+            peers.ask_to_end()
             asked_at = now
         time.sleep(POLL_S)
-    return outcome_of(explained(company.ends, _failures(company)))
+    return outcome_of(explained(peers.ends, _failures(peers)))
 
 
 def explained(ends: Mapping[int, End], failures: Mapping[int, int]) -> list[End]:
@@ -135,21 +135,21 @@ def explained(ends: Mapping[int, End], failures: Mapping[int, int]) -> list[End]
     return [End(rank, code) for rank, code in failures.items() if rank not in ends] + found
 
 
-def _failures(company: Lead) -> dict[int, int]:
+def _failures(peers: Coordinator) -> dict[int, int]:
     """Return the failures that nodes have recorded, with some time for those whose connection ended."""
     deadline = time.monotonic() + CAUSE_S
-    unexplained = {rank for rank, loss in company.lost.items() if loss.machine_answers}
-    while unexplained - (found := company.meeting.failures()).keys() and time.monotonic() < deadline:
+    unexplained = {rank for rank, loss in peers.lost.items() if loss.machine_answers}
+    while unexplained - (found := peers.rendezvous.failures()).keys() and time.monotonic() < deadline:
         time.sleep(POLL_S)
     return found
 
 
-def _note_hanging(company: Lead, linger_s: float) -> None:
-    nodes = company.meeting.nodes
-    late = [rank for rank in range(len(nodes)) if rank not in company.ends]
+def _note_hanging(peers: Coordinator, linger_s: float) -> None:
+    nodes = peers.rendezvous.nodes
+    late = [rank for rank in range(len(nodes)) if rank not in peers.ends]
     where = named([nodes[rank] for rank in late])
     text = f"processes on {where} still run {linger_s:.0f} s after those of node {nodes[0]} ended: they hang"
-    company.ends[late[0]] = End(late[0], 1, text=text)
+    peers.ends[late[0]] = End(late[0], 1, text=text)
 
 
 def record(attempt_dir: Path, outcome: Outcome) -> None:
@@ -159,46 +159,46 @@ def record(attempt_dir: Path, outcome: Outcome) -> None:
             write_atomically(outcome_file(attempt_dir), f"{outcome.exit_code}\n")
 
 
-def follow(company: Mate, own: End, asked_to_end: threading.Event, show: Callable[[End | None], None]) -> int:
+def follow(peers: Participant, own: End, asked_to_end: threading.Event, show: Callable[[End | None], None]) -> int:
     """Report this node's end to node 0 and return the exit code that it announces, or one of our own if it is lost."""
-    was_lost_before = company.loss is not None
-    company.report(own)
+    was_lost_before = peers.loss is not None
+    peers.report(own)
     must_end_at = math.inf
-    while company.outcome is None and company.loss is None:
-        company.poll()
-        if own.is_failure or company.must_end:
+    while peers.outcome is None and peers.loss is None:
+        peers.poll()
+        if own.is_failure or peers.must_end:
             must_end_at = min(must_end_at, time.monotonic() + FOLLOW_S)
         if asked_to_end.is_set():
             must_end_at = min(must_end_at, time.monotonic() + ASKED_REPORT_S + CAUSE_S)
         if time.monotonic() > must_end_at:
             break
         time.sleep(POLL_S)
-    if company.outcome is not None:
-        return company.outcome
-    if company.loss is None:
+    if peers.outcome is not None:
+        return peers.outcome
+    if peers.loss is None:
         show(own)
         return own.exit_code or TERMINATED
-    lost = end_of_lost(company.meeting, 0, company.loss)
+    lost = end_of_lost(peers.rendezvous, 0, peers.loss)
     outcome = outcome_of([lost, own] if was_lost_before else [own, lost])
-    if not company.loss.machine_answers:  # the job script is on that machine
+    if not peers.loss.machine_answers:  # the job script is on that machine
         show(outcome.cause)
         return outcome.exit_code
-    return _decide_without_lead(company.meeting, outcome, show)
+    return _decide_without_lead(peers.rendezvous, outcome, show)
 
 
-def _decide_without_lead(meeting: Meeting, outcome: Outcome, show: Callable[[End | None], None]) -> int:
+def _decide_without_lead(rendezvous: Rendezvous, outcome: Outcome, show: Callable[[End | None], None]) -> int:
     """Return the outcome after node 0's entry has ended: the first node that records one decides."""
     deadline = time.monotonic() + CAUSE_S
     while time.monotonic() < deadline:
-        if (code := read_outcome(meeting.attempt_dir)) is not None:
+        if (code := read_outcome(rendezvous.attempt_dir)) is not None:
             return code
-        if (code := meeting.failures().get(0)) is not None:
+        if (code := rendezvous.failures().get(0)) is not None:
             return code
         time.sleep(POLL_S)
-    if create_once(outcome_file(meeting.attempt_dir), f"{outcome.exit_code}\n"):
+    if create_once(outcome_file(rendezvous.attempt_dir), f"{outcome.exit_code}\n"):
         show(outcome.cause)
         return outcome.exit_code
-    code = read_outcome(meeting.attempt_dir)
+    code = read_outcome(rendezvous.attempt_dir)
     return outcome.exit_code if code is None else code
 
 
@@ -230,19 +230,19 @@ def _create_in_place(path: Path, text: str) -> bool:
     return True
 
 
-def leave(company: Company, asked_to_end: threading.Event) -> None:
+def leave(peers: Peers, asked_to_end: threading.Event) -> None:
     """Leave the others after this node is cleaned up. Node 0 leaves last, and records which nodes are lost."""
-    if isinstance(company, Lead):
+    if isinstance(peers, Coordinator):
         deadline = time.monotonic() + (CAUSE_S if asked_to_end.is_set() else LEAVE_S)
-        while company.present and time.monotonic() < deadline:
-            company.poll()
+        while peers.present and time.monotonic() < deadline:
+            peers.poll()
             time.sleep(POLL_S)
-        nodes = company.meeting.nodes
-        lost = [nodes[rank] for rank, loss in sorted(company.lost.items()) if not loss.machine_answers]
+        nodes = peers.rendezvous.nodes
+        lost = [nodes[rank] for rank, loss in sorted(peers.lost.items()) if not loss.machine_answers]
         if lost:  # read by the job script: srun would wait for them
             with contextlib.suppress(OSError):
-                write_atomically(lost_file(company.meeting.attempt_dir), "".join(f"{node}\n" for node in lost))
-    company.close()
+                write_atomically(lost_file(peers.rendezvous.attempt_dir), "".join(f"{node}\n" for node in lost))
+    peers.close()
 
 
 def print_cause(cause: End | None) -> None:

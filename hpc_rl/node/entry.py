@@ -11,9 +11,9 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from hpc_rl.errors import EXIT_STOPPED, UserError
-from hpc_rl.node.company import Ended
-from hpc_rl.node.meeting import Meeting
 from hpc_rl.node.network import addresses_of, with_usable_interfaces
+from hpc_rl.node.peers import JoinAborted
+from hpc_rl.node.rendezvous import Rendezvous
 from hpc_rl.node.usage_recorder import recording_usage
 from hpc_rl.run_dir import ENV_ATTEMPT_DIR, read_outcome
 from hpc_rl.slurm.allocation import Allocation, read_allocation
@@ -34,7 +34,7 @@ def run_entry(entry: Callable[[], int]) -> int:
         return error.exit_code
 
 
-def run_with_others(take_part: Callable[[Allocation, Meeting], int]) -> int:
+def run_with_others(take_part: Callable[[Allocation, Rendezvous], int]) -> int:
     """Meet the other nodes of the job, take part in it while its use of the node is recorded, and return the exit code.
 
     Args:
@@ -45,18 +45,18 @@ def run_with_others(take_part: Callable[[Allocation, Meeting], int]) -> int:
         signal.signal(signal.SIGUSR2, signal.SIG_IGN)  # until training begins, there is nothing to save
         allocation, attempt_dir = this_allocation(), this_attempt_dir()
         remember_oom_kills(os.environ)
-        meeting = Meeting(attempt_dir, allocation.nodes, allocation.node_rank)
-        meeting.check_shared()
+        rendezvous = Rendezvous(attempt_dir, allocation.nodes, allocation.node_rank)
+        rendezvous.check_shared()
         try:
             refuse_full_disks(allocation, attempt_dir)
-            meeting.arrive()
-            code = recording_usage(allocation, attempt_dir, lambda: take_part(allocation, meeting))
+            rendezvous.arrive()
+            code = recording_usage(allocation, attempt_dir, lambda: take_part(allocation, rendezvous))
             return code_for_srun(code, attempt_dir)
-        except Ended as ended:
+        except JoinAborted as ended:
             return ended.exit_code
         except UserError as error:
             with contextlib.suppress(UserError):  # on a full disk
-                meeting.fail(error.exit_code)
+                rendezvous.fail(error.exit_code)
             raise
         finally:
             # Slurm terminates all tasks after the first that fails or stops. That must not replace this exit code.

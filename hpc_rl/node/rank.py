@@ -21,7 +21,7 @@ from hpc_rl.run_dir import ENV_ATTEMPT_DIR
 from hpc_rl.system.disk import tolerate_lost_output
 from hpc_rl.system.files import open_to_append
 from hpc_rl.system.numa import bind_near, gpu_of_rank
-from hpc_rl.system.processes import die_with_parent, forward_termination, held_termination, shell_code, start, wait
+from hpc_rl.system.processes import deferred_termination, die_with_parent, forward_termination, shell_code, start, wait
 
 ENV_NODE_RANK, ENV_NODES = "HPC_RL_NODE_RANK", "HPC_RL_NODES"
 """Variables with this node's place in the job, and the number of its nodes. Every node has equally many ranks."""
@@ -39,7 +39,7 @@ def main(argv: list[str]) -> int:
     rank, node_rank = int(os.environ["RANK"]), int(os.environ["GROUP_RANK"])
     bind_near(os.environ, gpu_of_rank(os.environ, int(os.environ["LOCAL_RANK"])))
     # Another rank may fail immediately. torchrun then ends this process, which would leave a start without an end.
-    with open_to_append(log_path(attempt_dir, node_rank, rank)) as log, held_termination():
+    with open_to_append(log_path(attempt_dir, node_rank, rank)) as log, deferred_termination():
         record_start(attempt_dir, node_rank, rank)
         child = start([sys.executable, "-u", *program], os.environ, log)
         asked_to_end = forward_termination(child, ASKED_GRACE_S / 2)

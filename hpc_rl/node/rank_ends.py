@@ -12,7 +12,7 @@ from pathlib import Path
 
 from hpc_rl.errors import EXIT_BAD_INPUT
 from hpc_rl.node.causes import TERMINATED, End, Kind, first_cause, kind_of
-from hpc_rl.node.meeting import POLL_S
+from hpc_rl.node.rendezvous import POLL_S
 from hpc_rl.system.deaths import KILLED, meaning_of, ran_out_of_memory
 from hpc_rl.system.files import tail, write_atomically
 from hpc_rl.system.processes import shell_code

@@ -17,8 +17,8 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from hpc_rl.errors import EXIT_STOPPED
-from hpc_rl.node.meeting import Meeting
 from hpc_rl.node.rank_ends import read_exits
+from hpc_rl.node.rendezvous import Rendezvous
 from hpc_rl.run_dir import PREEMPTION, REQUEUE, RunDir, read_outcome, terminated_file
 
 SAVING_S = 18.0
@@ -33,7 +33,7 @@ _IN_STEP = "SLURM_STEP_ID"
 _REASONS = {signal.SIGTERM: PREEMPTION, signal.SIGUSR2: REQUEUE}
 
 
-class Received(NamedTuple):
+class ReceivedSignal(NamedTuple):
     """A signal that has come."""
 
     number: int
@@ -41,7 +41,7 @@ class Received(NamedTuple):
     """Seconds of the monotonic clock."""
 
 
-def heed_signals(meeting: Meeting) -> threading.Event:
+def handle_signals(rendezvous: Rendezvous) -> threading.Event:
     """From now on, let the run save when Slurm signals this process.
 
     Returns:
@@ -49,11 +49,11 @@ def heed_signals(meeting: Meeting) -> threading.Event:
         if the whole job was signalled, and at the first one if a part of the job has failed or Slurm did not start it.
     """
     asked_to_end = threading.Event()
-    received: list[Received] = []
+    received: list[ReceivedSignal] = []
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR2):
         # A handler may interrupt any function, so it does no more than this.
-        signal.signal(number, lambda number, _frame: received.append(Received(number, time.monotonic())))
-    threading.Thread(target=_heed, args=(received, meeting, asked_to_end), daemon=True).start()
+        signal.signal(number, lambda number, _frame: received.append(ReceivedSignal(number, time.monotonic())))
+    threading.Thread(target=_handle, args=(received, rendezvous, asked_to_end), daemon=True).start()
     return asked_to_end
 
 
@@ -75,7 +75,7 @@ def ask_to_save(run: RunDir, reason: str) -> None:
         stop.write(f"{reason}\n")
 
 
-def has_to_end(received: Sequence[Received], since_s: float, meeting: Meeting) -> bool:
+def has_to_end(received: Sequence[ReceivedSignal], since_s: float, rendezvous: Rendezvous) -> bool:
     """Return whether a node entry has to end.
 
     Args:
@@ -86,23 +86,23 @@ def has_to_end(received: Sequence[Received], since_s: float, meeting: Meeting) -
     if is_second or any(one.number == signal.SIGINT for one in received) or _IN_STEP not in os.environ:
         return True
     # srun terminates all tasks after the first failure.
-    return has_failed(meeting) or (since_s >= SAVING_S and terminated_file(meeting.attempt_dir).exists())
+    return has_failed(rendezvous) or (since_s >= SAVING_S and terminated_file(rendezvous.attempt_dir).exists())
 
 
-def has_failed(meeting: Meeting) -> bool:
+def has_failed(rendezvous: Rendezvous) -> bool:
     """Return whether the job has ended, or a part of it has failed on any node. A part that has saved has not."""
-    if read_outcome(meeting.attempt_dir) is not None:  # srun terminates the tasks that are slower to leave
+    if read_outcome(rendezvous.attempt_dir) is not None:  # srun terminates the tasks that are slower to leave
         return True
-    codes = {*meeting.failures().values(), *(ended.exit_code for ended in read_exits(meeting.attempt_dir))}
+    codes = {*rendezvous.failures().values(), *(ended.exit_code for ended in read_exits(rendezvous.attempt_dir))}
     return not codes <= {0, EXIT_STOPPED}
 
 
-def _heed(received: list[Received], meeting: Meeting, asked_to_end: threading.Event) -> None:
+def _handle(received: list[ReceivedSignal], rendezvous: Rendezvous, asked_to_end: threading.Event) -> None:
     while not received:
         time.sleep(_POLL_S)
     began = time.monotonic()
-    if not has_to_end(received, 0, meeting):
-        ask_to_save(RunDir(meeting.attempt_dir.parent), _REASONS[signal.Signals(received[0].number)])
-    while not has_to_end(received, time.monotonic() - began, meeting):
+    if not has_to_end(received, 0, rendezvous):
+        ask_to_save(RunDir(rendezvous.attempt_dir.parent), _REASONS[signal.Signals(received[0].number)])
+    while not has_to_end(received, time.monotonic() - began, rendezvous):
         time.sleep(_POLL_S)
     asked_to_end.set()

@@ -17,18 +17,18 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from hpc_rl.errors import RunError, UserError
-from hpc_rl.liveness.heartbeat import BEATS, ENV_HEARTBEATS
+from hpc_rl.liveness.heartbeat import ENV_HEARTBEATS, HEARTBEATS
 from hpc_rl.node.causes import End
-from hpc_rl.node.company import Company, join, lead
 from hpc_rl.node.ending import leave, print_cause, settle
 from hpc_rl.node.entry import add_common_options, repaired, run_with_others, worker_defaults
-from hpc_rl.node.hangs import HangWatch, Place, watching
-from hpc_rl.node.meeting import POLL_S, Meeting, Progress, named
+from hpc_rl.node.hangs.watch import HangWatch, WatchedNode, watching
 from hpc_rl.node.network import choose_address, free_port
+from hpc_rl.node.peers import Peers, coordinate, join
 from hpc_rl.node.rank import ENV_NODE_RANK, ENV_NODES
 from hpc_rl.node.rank_ends import log_path, node_end
+from hpc_rl.node.rendezvous import POLL_S, Rendezvous, WaitMessages, named
 from hpc_rl.node.shown_log import ShownLog
-from hpc_rl.node.signals import end_when, heed_signals
+from hpc_rl.node.signals import end_when, handle_signals
 from hpc_rl.run_dir import ENV_GROUP_DIR
 from hpc_rl.slurm.allocation import Allocation
 from hpc_rl.software.jit_caches import jit_cache_defaults
@@ -36,31 +36,31 @@ from hpc_rl.system.disk import tolerate_lost_output
 from hpc_rl.system.files import open_to_append
 from hpc_rl.system.numa import numa_defaults
 from hpc_rl.system.processes import adopt_orphans, end, end_descendants, start
-from hpc_rl.system.scratch import held_scratch, programs_tmpdir
+from hpc_rl.system.scratch import job_scratch, programs_tmpdir
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     options = parse(sys.argv[1:] if argv is None else argv)
-    return run_with_others(lambda allocation, meeting: _take_part(allocation, meeting, options))
+    return run_with_others(lambda allocation, rendezvous: _take_part(allocation, rendezvous, options))
 
 
-def _take_part(allocation: Allocation, meeting: Meeting, options: argparse.Namespace) -> int:
+def _take_part(allocation: Allocation, rendezvous: Rendezvous, options: argparse.Namespace) -> int:
     rank, processes = allocation.node_rank, options.processes
     adopt_orphans()
-    with held_scratch(os.environ, allocation.job_id, meeting.attempt_dir, rank) as scratch:
-        interface, company, place = _meet(allocation, meeting, options, scratch)
+    with job_scratch(os.environ, allocation.job_id, rendezvous.attempt_dir, rank) as scratch:
+        interface, peers, place = _meet(allocation, rendezvous, options, scratch)
         inherited = repaired(os.environ, options.device, interface, allocation, place["MASTER_ADDR"])
         environ = process_environment(inherited, allocation, options, interface, scratch) | place
         command = torchrun_command(allocation, processes, str(scratch), options.program)
-        shown = ShownLog(log_path(meeting.attempt_dir, 0, 0), "rank 0")
-        watched = Place(meeting.attempt_dir, meeting.nodes, rank, scratch / BEATS, options.device)
-        with open_to_append(meeting.log(rank)) as log:
-            asked_to_end = heed_signals(meeting)
+        shown = ShownLog(log_path(rendezvous.attempt_dir, 0, 0), "rank 0")
+        watched = WatchedNode(rendezvous.attempt_dir, rendezvous.nodes, rank, scratch / HEARTBEATS, options.device)
+        with open_to_append(rendezvous.log(rank)) as log:
+            asked_to_end = handle_signals(rendezvous)
             child = start(command, environ, log)
             try:
                 end_when(asked_to_end, child)
                 with watching(watched, options.hang_timeout) as hangs:
-                    _supervise(child, company, shown if rank == 0 else None, options.start_timeout, hangs)
+                    _supervise(child, peers, shown if rank == 0 else None, options.start_timeout, hangs)
                 was_asked = asked_to_end.is_set() or child.poll() is None
             except UserError:
                 if rank == 0:
@@ -73,9 +73,9 @@ def _take_part(allocation: Allocation, meeting: Meeting, options: argparse.Names
         own = End(rank, RunError.exit_code)  # the reason has been printed
     else:
         ranks = range(rank * processes, (rank + 1) * processes)
-        own = node_end(meeting.attempt_dir, allocation.node, rank, ranks, child.returncode, was_asked)
-    code = settle(company, own, asked_to_end, shown.end if rank == 0 else print_cause)
-    leave(company, asked_to_end)
+        own = node_end(rendezvous.attempt_dir, allocation.node, rank, ranks, child.returncode, was_asked)
+    code = settle(peers, own, asked_to_end, shown.end if rank == 0 else print_cause)
+    leave(peers, asked_to_end)
     return code
 
 
@@ -90,7 +90,7 @@ def process_environment(
     threads = allocation.threads(options.processes)
     workers = worker_defaults(options.device, interface, options.interface, threads)
     defaults = {**workers, **jit_cache_defaults(environ, scratch), **numa_defaults(environ, options.device)}
-    beats = {ENV_HEARTBEATS: str(scratch / BEATS)}
+    beats = {ENV_HEARTBEATS: str(scratch / HEARTBEATS)}
     return {**defaults, **environ, "TMPDIR": programs_tmpdir(environ, scratch), **beats}
 
 
@@ -125,9 +125,9 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
 
 
 def _meet(
-    allocation: Allocation, meeting: Meeting, options: argparse.Namespace, scratch: Path
-) -> tuple[str, Company, dict[str, str]]:
-    """Meet the other nodes. Returns the interface of this node, the company, and variables for the ranks.
+    allocation: Allocation, rendezvous: Rendezvous, options: argparse.Namespace, scratch: Path
+) -> tuple[str, Peers, dict[str, str]]:
+    """Meet the other nodes. Returns the interface of this node, the peers, and variables for the ranks.
 
     By these variables, ranks find their place and each other: hpc-rl's own programs meet in a private folder.
     MASTER_ADDR and MASTER_PORT are for programs that open a store of torch. They are not on a command line, which
@@ -136,16 +136,16 @@ def _meet(
     others = [name for name in allocation.nodes if name != allocation.node]
     interface, address = choose_address(options.interface, others[0] if others else None)
     if allocation.is_head:
-        company: Company = lead(meeting, address)
-        meeting.publish(f"{address}:{free_port(address)}:{secrets.token_hex(8)}")
+        peers: Peers = coordinate(rendezvous, address)
+        rendezvous.publish(f"{address}:{free_port(address)}:{secrets.token_hex(8)}")
     else:
-        company = join(meeting, options.start_timeout)
-    host, port, name = meeting.await_address(options.start_timeout).split(":")
+        peers = join(rendezvous, options.start_timeout)
+    host, port, name = rendezvous.await_address(options.start_timeout).split(":")
     # One node needs no shared file system, and no file locks on one.
-    folder = meeting.attempt_dir if len(allocation.nodes) > 1 else scratch
+    folder = rendezvous.attempt_dir if len(allocation.nodes) > 1 else scratch
     return (
         interface,
-        company,
+        peers,
         {
             ENV_NODE_RANK: str(allocation.node_rank),
             ENV_NODES: str(len(allocation.nodes)),
@@ -157,7 +157,7 @@ def _meet(
 
 
 def _supervise(
-    child: subprocess.Popen[bytes], company: Company, shown: ShownLog | None, start_timeout: float, hangs: HangWatch
+    child: subprocess.Popen[bytes], peers: Peers, shown: ShownLog | None, start_timeout: float, hangs: HangWatch
 ) -> None:
     """Wait until torchrun ends, hangs, or this node has to end it. Node 0 shows rank 0's log and checks that all nodes
     start.
@@ -165,20 +165,20 @@ def _supervise(
     Raises:
         UserError: some nodes have not started in time.
     """
-    meeting, deadline = company.meeting, time.monotonic() + start_timeout
-    missing, progress = meeting.missing() if shown else [], Progress()
-    while child.poll() is None and not company.must_end and not hangs.found:
+    rendezvous, deadline = peers.rendezvous, time.monotonic() + start_timeout
+    missing, progress = rendezvous.missing() if shown else [], WaitMessages()
+    while child.poll() is None and not peers.must_end and not hangs.found:
         time.sleep(POLL_S)
-        company.poll()
+        peers.poll()
         if shown:
             shown.show()
-        missing = missing and meeting.missing()
+        missing = missing and rendezvous.missing()
         if missing:
-            progress.show(meeting.attendance)
+            progress.show(rendezvous.attendance)
         if missing and time.monotonic() > deadline:
             raise UserError(
                 f"{named(missing)} did not start within {start_timeout:.0f} s (slurm.start_timeout_s); "
-                f"the logs are in {meeting.attempt_dir}"
+                f"the logs are in {rendezvous.attempt_dir}"
             )
 
 

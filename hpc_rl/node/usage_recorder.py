@@ -66,10 +66,10 @@ def recording_usage(allocation: Allocation, attempt_dir: Path, part: Callable[[]
 def main(path: Path, root: int) -> None:
     """Append samples of process `root` and its descendants, until the file is full or the parent ends this process."""
     began = time.monotonic()
-    before, since = used(root), began
+    before, since = resource_usage(root), began
     while _size(path) < MAX_BYTES:
         time.sleep(interval(time.monotonic() - began))
-        now, at = used(root), time.monotonic()
+        now, at = resource_usage(root), time.monotonic()
         cpus = max(0.0, now.cpu_s - before.cpu_s) / (at - since)
         append_line(path, sample_line(UsageSample(time.time(), cpus, now.memory / 1e9, measure_gpus(os.environ))))
         before, since = now, at
@@ -82,7 +82,7 @@ def interval(elapsed_s: float) -> float:
 
 
 @dataclass(frozen=True)
-class Used:
+class ResourceUsage:
     """CPU time and memory of a group of processes."""
 
     cpu_s: float
@@ -91,7 +91,7 @@ class Used:
     """Bytes, without the file cache, which the kernel can reclaim."""
 
 
-def used(root: int, proc: Path = Path("/proc")) -> Used:
+def resource_usage(root: int, proc: Path = Path("/proc")) -> ResourceUsage:
     """Measure a process and its descendants.
 
     Memory is the private memory of all processes plus the largest shared memory of one of them, because Ray's processes
@@ -110,7 +110,7 @@ def used(root: int, proc: Path = Path("/proc")) -> Used:
             }
             own += kilobytes.get("RssAnon", 0)
             shared = max(shared, kilobytes.get("RssShmem", 0))
-    return Used(ticks / os.sysconf("SC_CLK_TCK"), (own + shared) << 10)
+    return ResourceUsage(ticks / os.sysconf("SC_CLK_TCK"), (own + shared) << 10)
 
 
 def _size(path: Path) -> int:

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 from hpc_rl.config.training.common import ModelSource
 from hpc_rl.data.templates.chat import as_text, ending_token_ids
 from hpc_rl.errors import UserError
+from hpc_rl.liveness.activity import doing, shown_activity
 from hpc_rl.liveness.shown_text import escaped_output
-from hpc_rl.liveness.signs_of_life import doing, signs_of_life
 
 if TYPE_CHECKING:
     import torch
@@ -156,7 +156,7 @@ def main(arguments: Sequence[str]) -> int:
         quiet_libraries()
         if options.seed is not None:
             torch.manual_seed(options.seed)
-        with signs_of_life(), doing(f"loading the model {options.model}"):
+        with shown_activity(), doing(f"loading the model {options.model}"):
             chat = load_chat(options.model, options.temperature, options.max_tokens, options.trust_remote_code)
         with escaped_output():
             converse(chat)

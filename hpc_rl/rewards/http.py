@@ -39,7 +39,7 @@ _PAUSE_S = 0.2  # before the second attempt, twice that before the third
 _LONGEST_ANSWER = 1 << 20
 
 
-class Endpoint:
+class RewardClient:
     """One URL, to which several threads send requests."""
 
     def __init__(self, url: str, timeout_s: float, workers: int) -> None:

@@ -16,7 +16,7 @@ from hpc_rl.config.rl.reward import OptionalRewardConfig
 from hpc_rl.data.prompts import Prompt
 from hpc_rl.liveness.heartbeat import heart
 from hpc_rl.rewards.check import check_function, check_url
-from hpc_rl.rewards.http import Endpoint
+from hpc_rl.rewards.http import RewardClient
 from hpc_rl.rewards.processes import RewardProcesses
 from hpc_rl.rewards.table import REWARDS
 from hpc_rl.rewards.worker import Call, Result, failed, succeeded
@@ -86,7 +86,7 @@ class InDriverScorer:
         return to_scores(results, responses, self._config)
 
     def close(self) -> None:
-        """See Scorer."""
+        """End nothing: there are no processes or threads."""
 
     def _result(self, prompt: Prompt, response: str) -> Result:
         heart.beat()
@@ -117,7 +117,7 @@ class HttpScorer:
     def __init__(self, config: OptionalRewardConfig, url: str) -> None:
         self._config = config
         self._kwargs = config.kwargs
-        self._endpoint = Endpoint(url, config.timeout_s, config.workers)
+        self._endpoint = RewardClient(url, config.timeout_s, config.workers)
 
     def score(self, prompts: Sequence[Prompt], responses: Sequence[str]) -> Scores:
         bodies = [
@@ -147,7 +147,7 @@ class WeightedScorer:
         self._processes = RewardProcesses(functions, config.workers, config.timeout_s) if functions else None
 
     def score(self, prompts: Sequence[Prompt], responses: Sequence[str]) -> Scores:
-        """See Scorer. The score of each function is a component with its name."""
+        """Score each response by all functions. The score of each of them is a component with its name."""
         found = {name: scorer.score(prompts, responses) for name, scorer in self._here.items()}
         if self._processes is not None:
             results = _of_each_function(self._processes, prompts, responses)

@@ -10,14 +10,16 @@ from __future__ import annotations
 import inspect
 import math
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from multiprocessing.connection import Connection
 from typing import Any, NamedTuple
 
 from hpc_rl.errors import UserError
 from hpc_rl.rewards import signature
-from hpc_rl.rewards.load import load_function
+from hpc_rl.rewards.check import check_function, locate
 from hpc_rl.rewards.number import split_reward
+from hpc_rl.software.user_code import import_module
 from hpc_rl.system.processes import die_with_parent
 from hpc_rl.system.search_path import look_last
 
@@ -45,6 +47,25 @@ def succeeded(value: object) -> Result:
 def failed(message: str) -> Result:
     """Return the result of a call that gave no score."""
     return Result(math.nan, " ".join(message.split())[:300])
+
+
+def load_function(spec: str, kwargs: Mapping[str, Any]) -> Callable[..., Any]:
+    """Load the function that reward.function names, with reward.kwargs bound.
+
+    Raises:
+        UserError: the function is missing, cannot be imported, is not a function, or has unsuitable parameters.
+    """
+    check_function(spec, kwargs, same_python=False)
+    location = locate(spec)
+    module = import_module(f"reward.function {spec}", location, "_reward")
+    function = vars(module).get(location.name)
+    if function is None:
+        raise UserError(f"reward.function {spec}: no {location.name!r} in {module.__name__}")
+    if not callable(function) or inspect.isclass(function) or inspect.iscoroutinefunction(function):
+        kind = "an async function" if inspect.iscoroutinefunction(function) else type(function).__name__
+        raise UserError(f"reward.function {spec} is {kind}, but a function is needed: {signature.EXPECTED}")
+    signature.check(spec, inspect.signature(function), kwargs)
+    return partial(function, **kwargs)
 
 
 def result_of(functions: Sequence[Callable[..., Any]], call: Call) -> Result:

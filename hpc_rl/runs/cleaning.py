@@ -14,10 +14,10 @@ from pathlib import Path
 from typing import Any
 
 from hpc_rl.errors import UserError
-from hpc_rl.run_dir import RunDir, submitting
+from hpc_rl.run_dir import RunDir
 from hpc_rl.runs.control import settled_status
 from hpc_rl.runs.finding import find_run
-from hpc_rl.runs.folders import ROOT, is_pipeline, is_run, is_sweep, runs_below
+from hpc_rl.runs.folders import ROOT, is_pipeline, is_run, is_sweep, runs_below, submitting
 from hpc_rl.runs.run_sets import find_run_set
 from hpc_rl.runs.status import RunStatus
 from hpc_rl.system import entries
@@ -34,7 +34,7 @@ _DOOMED = re.compile(rf"\..+\.\d+{re.escape(_REMOVED)}")
 
 
 @dataclass(frozen=True)
-class Usage:
+class DiskUsage:
     """One run on disk. Sizes in bytes."""
 
     run: RunDir
@@ -60,7 +60,7 @@ class TokenizedData:
 
 
 @dataclass(frozen=True)
-class Verified:
+class VerifiedCheckpoint:
     """One checkpoint."""
 
     path: Path
@@ -85,10 +85,10 @@ class Removal:
     """The run that it belongs to; None for what an interrupted removal left."""
 
 
-def usage_of(run: RunDir, status: RunStatus, now: float | None = None) -> Usage:
+def usage_of(run: RunDir, status: RunStatus, now: float | None = None) -> DiskUsage:
     """Measure a run directory. Files that vanish in the meantime do not count."""
     changed, total = _measure(run.path)
-    return Usage(
+    return DiskUsage(
         run=run,
         state=status.state,
         active=status.active,
@@ -99,7 +99,9 @@ def usage_of(run: RunDir, status: RunStatus, now: float | None = None) -> Usage:
     )
 
 
-def old_checkpoints(found: Iterable[Usage], keep: int, on_damage: Callable[[str], None] | None = None) -> list[Removal]:
+def old_checkpoints(
+    found: Iterable[DiskUsage], keep: int, on_damage: Callable[[str], None] | None = None
+) -> list[Removal]:
     """Return the checkpoints of ended runs, except the newest `keep` complete ones of each run.
 
     Unfinished ones are among them, and those that were set aside when the run resumed from an earlier step.
@@ -133,7 +135,7 @@ def _complete(finished: Iterable[Path], most: int, on_damage: Callable[[str], No
     return found
 
 
-def whole_runs(found: Iterable[Usage]) -> list[Removal]:
+def whole_runs(found: Iterable[DiskUsage]) -> list[Removal]:
     """Return the directories of ended runs."""
     return [Removal(usage.run.path, usage.total, usage.run) for usage in found if not usage.active]
 
@@ -152,7 +154,7 @@ def leftovers(root: Path, runs: Iterable[RunDir]) -> list[Removal]:
     return [Removal(path, _measure(path)[1]) for path in doomed]
 
 
-def older_than(found: Iterable[Usage], days: float) -> list[Usage]:
+def older_than(found: Iterable[DiskUsage], days: float) -> list[DiskUsage]:
     """Return the runs in which nothing has changed for this number of days."""
     return [usage for usage in found if usage.age_s > days * DAY_S]
 
@@ -240,7 +242,7 @@ def runs_named(target: str | None) -> list[RunDir]:
     return [RunDir(path.absolute()) for path in sorted(runs_below(folder)) if is_run(path)]
 
 
-def verify(runs: Iterable[RunDir]) -> Iterator[Verified]:
+def verify(runs: Iterable[RunDir]) -> Iterator[VerifiedCheckpoint]:
     """Read every finished checkpoint of some runs, oldest first. One that is removed in the meantime is left out."""
     for run in runs:
         for _, path in reversed(folders.numbered(run.checkpoints)):
@@ -251,7 +253,7 @@ def verify(runs: Iterable[RunDir]) -> Iterator[Verified]:
                 continue
             state = DAMAGED if problem else INTACT if checked else UNKNOWN
             reason = problem or ("" if checked else "it has no checksums")
-            yield Verified(path, state, size, reason)
+            yield VerifiedCheckpoint(path, state, size, reason)
 
 
 @contextmanager

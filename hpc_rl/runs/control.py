@@ -25,7 +25,7 @@ SETTLED_S = 60.0
 """How long a job that has queued itself again has to look ended before it counts as ended."""
 
 
-class Ending:
+class EndDetector:
     """Tells, from one look at a run after another, whether its job has ended.
 
     A job that queues itself again, or that has lost a node, can look as if it had ended before Slurm has queued it.
@@ -56,10 +56,10 @@ def wait(
     """Wait until the run's job has ended and return its exit code. `on_poll` is called several times a second, and
     `on_status` whenever Slurm was asked.
 
-    A job that is queued again has not ended; see `Ending`.
+    A job that is queued again has not ended; see `EndDetector`.
     """
     interval, most = STATE_POLL_S
-    next_look, seen, ending = 0.0, None, Ending()
+    next_look, seen, ending = 0.0, None, EndDetector()
     while True:
         on_poll()
         written = run.status.stat().st_mtime_ns if run.status.exists() else None

@@ -13,12 +13,16 @@ from collections.abc import Iterator, Sequence
 from heapq import nlargest
 from pathlib import Path
 
+from hpc_rl.errors import UserError
 from hpc_rl.run_dir import MARKS, PIPELINE_MARK, SWEEP_MARK, RunDir
 from hpc_rl.system.files import write_atomically
+from hpc_rl.system.locks import try_lock
 from hpc_rl.system.ownership import is_own_folder, open_own
 
 ROOT = Path("runs")
 """Folder of the runs without --run-dir, below the working folder."""
+SUBMISSION = ".submission"
+"""File in the folder of a run, sweep or pipeline, which is locked while a command submits or removes it."""
 MOST_FOLDERS = 50
 """Folders that are remembered."""
 MOST_RUNS = 100
@@ -93,6 +97,31 @@ def _folders(path: str) -> Iterator[str]:
     """Return the folders in a folder, without hidden ones, such as those that are being removed."""
     with os.scandir(path) as entries:
         yield from (entry.path for entry in entries if not entry.name.startswith(".") and entry.is_dir())
+
+
+@contextlib.contextmanager
+def submitting(folder: Path) -> Iterator[None]:
+    """Hold the folder of a run or sweep, so that no other command submits or removes it at the same time.
+
+    Raises:
+        UserError: another command holds it.
+    """
+    try:
+        lock = open_own(folder.resolve() / SUBMISSION, "a+")
+    except OSError as error:
+        raise UserError(f"cannot lock {folder.name}: {folder}: {error.strerror}") from error
+    with lock:
+        try:
+            is_there = try_lock(lock) and os.path.samestat(os.fstat(lock.fileno()), (folder / SUBMISSION).stat())
+        except FileNotFoundError:  # the other one may just have failed and removed the folder
+            is_there = False
+        except OSError:  # a file system without locks
+            is_there = True
+        if not is_there:
+            raise UserError(
+                f"run {folder.name} is being submitted or removed by another command: wait for it (hpc-rl status)"
+            )
+        yield
 
 
 def remembered_folders() -> list[Path]:

@@ -17,8 +17,8 @@ from rich.live import Live
 
 from hpc_rl.errors import UserError
 from hpc_rl.formats.usage import read_spans
+from hpc_rl.liveness.activity import hide_activity
 from hpc_rl.liveness.shown_text import terminal
-from hpc_rl.liveness.signs_of_life import end_signs_of_life
 from hpc_rl.run_dir import RunDir
 from hpc_rl.runs import control
 from hpc_rl.runs.stages import start_phase
@@ -67,7 +67,7 @@ def watch(run: RunDir, explain: Explain) -> int:
         )
     watched = WatchedRun(run, explain)
     code = 0
-    end_signs_of_life()
+    hide_activity()
 
     def drawn() -> RenderableType:
         return screen(watched.look(), console.width, console.height)
@@ -99,7 +99,7 @@ class WatchedRun:
         self._records: list[Record] = read_thinned(run.metrics, MOST_STEPS).records
         self._metrics = Follower.at_end(run.metrics)
         self._interval = control.STATE_POLL_S[0]
-        self._ending = control.Ending()
+        self._ending = control.EndDetector()
         self._ask()
 
     @property

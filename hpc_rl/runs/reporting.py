@@ -24,7 +24,7 @@ REFRESH_S = 30.0
 
 
 @dataclass(frozen=True)
-class Selected:
+class ReportedRun:
     """A run of a report."""
 
     run: RunDir
@@ -32,25 +32,25 @@ class Selected:
     """The values that its sweep set: dotted key -> value; empty outside a sweep."""
 
 
-def select(targets: Sequence[str]) -> list[Selected]:
+def select(targets: Sequence[str]) -> list[ReportedRun]:
     """Find the runs that a user names, individually or as part of a sweep or pipeline.
 
     Raises:
         UserError: a run, sweep or pipeline does not exist.
     """
-    found: list[Selected] = []
+    found: list[ReportedRun] = []
     for target in targets:
         several = find_run_set(target)
         if several is None:
-            found.append(Selected(find_run(target), {}))
+            found.append(ReportedRun(find_run(target), {}))
         else:
-            found += [Selected(run, point) for run, point in zip(several.runs(), several.values(), strict=True)]
+            found += [ReportedRun(run, point) for run, point in zip(several.runs(), several.values(), strict=True)]
     if not found:
         raise UserError(f"{targets[0]} has no runs: its list of runs is empty or damaged")
     return found
 
 
-def default_path(targets: Sequence[str], selected: Sequence[Selected]) -> Path:
+def default_path(targets: Sequence[str], selected: Sequence[ReportedRun]) -> Path:
     """Return the default path of the page: in the directory of the run or sweep; here for several targets, and for what
     another user owns."""
     run = selected[0].run
@@ -58,7 +58,7 @@ def default_path(targets: Sequence[str], selected: Sequence[Selected]) -> Path:
     return page if len(targets) == 1 and is_own_folder(page.parent.resolve()) else Path(run.report.name)
 
 
-def write_report(selected: Sequence[Selected], path: Path, refresh: bool = False) -> bool:
+def write_report(selected: Sequence[ReportedRun], path: Path, refresh: bool = False) -> bool:
     """Write one page about these runs, without the runs of a sweep that have not started.
 
     Args:
@@ -90,12 +90,12 @@ def write_report(selected: Sequence[Selected], path: Path, refresh: bool = False
     return active
 
 
-def damaged(selected: Sequence[Selected]) -> list[str]:
+def damaged(selected: Sequence[ReportedRun]) -> list[str]:
     """Return a line for each file of the runs that could not be read."""
     return [line for one in selected for line in one.run.damaged()]
 
 
-def follow_report(selected: Sequence[Selected], path: Path, pause: Callable[[float], None] = time.sleep) -> None:
+def follow_report(selected: Sequence[ReportedRun], path: Path, pause: Callable[[float], None] = time.sleep) -> None:
     """Write the page again every REFRESH_S until all runs have ended, or until Ctrl-C."""
     try:
         while write_report(selected, path, refresh=True):

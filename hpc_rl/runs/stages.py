@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from hpc_rl.liveness.signs_of_life import printed
+from hpc_rl.liveness.activity import printed
 from hpc_rl.run_dir import RunDir
 from hpc_rl.runs.status import STOPPED, RunStatus, current_job
 from hpc_rl.slurm.states import ENDED

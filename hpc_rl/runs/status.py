@@ -64,7 +64,7 @@ class RunStatus:
     """Whether Slurm does not answer, so that the state is the last one that the job recorded. It may have ended."""
     may_return: bool = False
     """Whether the job has recorded that it is queued again, and Slurm shows that it has ended: for good, or only until
-    Slurm has queued it; see `control.Ending`."""
+    Slurm has queued it; see `control.EndDetector`."""
 
     @property
     def ended(self) -> bool:

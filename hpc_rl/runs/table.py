@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
@@ -11,10 +12,12 @@ from typing import Any
 
 from hpc_rl.config.tree import read_options
 from hpc_rl.errors import UserError
-from hpc_rl.run_dir import RunDir, ended_at
+from hpc_rl.formats.typed_json import STATUS, well_typed
+from hpc_rl.run_dir import UNFINISHED, RunDir
 from hpc_rl.runs.folders import ROOT, is_run, run_paths
 from hpc_rl.runs.run_sets import RunSet, find_run_set, run_set_in
 from hpc_rl.runs.status import RunStatus, statuses_of
+from hpc_rl.system.files import read_json
 from hpc_rl.tracking.evaluations import data_names, model_names
 from hpc_rl.tracking.history import read_history
 
@@ -101,10 +104,28 @@ def find_rows(target: str | None, recent: bool = False) -> tuple[list[RunRow], i
     if target is not None and (several := find_run_set(target)):
         return runs_of(several), 0
     found = run_paths((ROOT if target is None else _directory(target)).absolute())
-    ended = {path: time for path in found if (time := ended_at(path)) is not None} if recent else {}
+    ended = {path: time for path in found if (time := _ended_at(path)) is not None} if recent else {}
     shown = set(nlargest(MOST_ENDED, ended, key=lambda path: ended[path]))
     rows = _rows([RunDir(Path(path)) for path in found if path in shown or path not in ended])
     return sorted(rows, key=lambda row: row.submitted), len(ended) - len(shown)
+
+
+def _ended_at(path: str) -> float | None:
+    """Return when the newest job of a run directory recorded its end, in Unix seconds; None if it has not, as far as is
+    known. The path is text, which is faster if there are thousands of runs."""
+    state = well_typed(read_json(f"{path}/status.json"), STATUS).get("state")
+    if state is None or state in UNFINISHED:
+        return None
+    ended = _written_at(f"{path}/status.json")
+    return ended if _written_at(f"{path}/job.json") <= ended else None
+
+
+def _written_at(path: str) -> float:
+    """Return when a file was written, in Unix seconds; 0 if there is none."""
+    try:
+        return os.stat(path).st_mtime  # noqa: PTH116
+    except OSError:
+        return 0.0
 
 
 def _directory(target: str) -> Path:

@@ -11,7 +11,7 @@ COLUMNS = "JobIDRaw,State,ExitCode,Start,End,NNodes"
 
 
 @dataclass(frozen=True)
-class Start:
+class JobStart:
     """One start of a job."""
 
     job_id: str
@@ -29,7 +29,7 @@ class Start:
         return (self.ended or self.began) - self.began
 
 
-def read_starts(text: str) -> list[Start]:
+def read_starts(text: str) -> list[JobStart]:
     """Parse the output of `sacct -X -n -P --duplicates -o COLUMNS`. Returns the starts, oldest first.
 
     Jobs that never started are left out. Times are in this machine's time zone (sacct(1), SLURM_TIME_FORMAT).
@@ -40,7 +40,7 @@ def read_starts(text: str) -> list[Start]:
         if len(fields) != len(COLUMNS.split(",")) or (began := _time(fields[3])) is None:
             continue
         starts.append(
-            Start(
+            JobStart(
                 job_id=fields[0],
                 state=plain_state(fields[1]),
                 exit_code=exit_code_of(fields[2]),

@@ -11,9 +11,9 @@ import time
 from collections.abc import Iterable, Sequence
 
 from hpc_rl.errors import UserError
-from hpc_rl.liveness.signs_of_life import doing
+from hpc_rl.liveness.activity import doing
 from hpc_rl.slurm import cluster
-from hpc_rl.slurm.accounting import COLUMNS, Start, read_starts
+from hpc_rl.slurm.accounting import COLUMNS, JobStart, read_starts
 from hpc_rl.slurm.place import NoAnswer as NoAnswer
 from hpc_rl.slurm.place import Place, here, is_single
 from hpc_rl.slurm.states import JobState, newer, read_sacct, read_scontrol, read_squeue, sacct_states, squeue_states
@@ -99,7 +99,7 @@ def job_log(job_id: str) -> str | None:
     return state.stdout or None if state else None
 
 
-def job_starts(job_ids: Sequence[str], place: Place) -> list[Start]:
+def job_starts(job_ids: Sequence[str], place: Place) -> list[JobStart]:
     """Return every start of these jobs, oldest first; none without accounting, or if it does not answer."""
     asked = ["sacct", "-X", "-n", "-P", "--duplicates", "-o", COLUMNS, "-j", ",".join(job_ids)]
     try:

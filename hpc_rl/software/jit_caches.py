@@ -42,11 +42,11 @@ def jit_cache_defaults(environ: Mapping[str, str], scratch: Path) -> dict[str, s
     Args:
         scratch: private folder of the job on this node's disk, which is removed at its end.
     """
-    parent = kept_folder(local_folder(environ)) or scratch / "jit"
+    parent = cache_folder(local_folder(environ)) or scratch / "jit"
     return {name: str(parent / folder) for name, folder in VARIABLES.items()}
 
 
-def kept_folder(base: Path) -> Path | None:
+def cache_folder(base: Path) -> Path | None:
     """Create this user's folder that outlives jobs, and return its part for this installation.
 
     Returns:

@@ -55,7 +55,7 @@ def edits(run: RunDir, kind: str) -> dict[str, Edit]:
     return {key: Edit(written[key], wanted[key]) for key in wanted if written[key] != wanted[key]}
 
 
-def kept(config: JobConfig, found: Mapping[str, Edit]) -> dict[str, Edit]:
+def effective_edits(config: JobConfig, found: Mapping[str, Edit]) -> dict[str, Edit]:
     """Return the edits that a new configuration of the run has: those that nobody has typed another value for."""
     values = _values(config)
     return {key: edit for key, edit in found.items() if values[key] == edit.wanted}
@@ -63,7 +63,7 @@ def kept(config: JobConfig, found: Mapping[str, Edit]) -> dict[str, Edit]:
 
 def without(config: JobConfig, found: Mapping[str, Edit]) -> str:
     """Return a configuration as YAML without the edits that it has, so that they are found again."""
-    for key, edit in kept(config, found).items():
+    for key, edit in effective_edits(config, found).items():
         config = config.updated(key, edit.written)
     return dump(config)
 
@@ -89,6 +89,14 @@ def check_edits(run: RunDir) -> list[str]:
     return [f"{run.config} was edited:", *(f"  {key}: {edit}" for key, edit in found.items())]
 
 
+def edited_since(run: RunDir) -> Path | None:
+    """Return the folder of the newest attempt with settings if config.yaml was changed after it, or None."""
+    attempt = run.attempt_with_settings()
+    if attempt is None or not run.config.is_file():
+        return None
+    return attempt if _bytes(run.config) != _bytes(attempt / run.config.name) else None
+
+
 def _binds(run: RunDir, kind: str, file: Path) -> list[str]:
     config = _read(kind, file)
     if config.container.image is None:
@@ -101,6 +109,7 @@ def _read(kind: str, file: Path) -> JobConfig:
 
 
 def _bytes(file: Path) -> bytes | None:
+    """Return what a file of a run contains; None if it cannot be read, as a link, which no job has written."""
     try:
         return read_regular(file)
     except OSError:

@@ -12,33 +12,38 @@ import io
 import os
 import re
 import subprocess
-from collections.abc import Mapping, Sequence
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+import yaml
 from submitit.core.utils import FailedJobError
 from submitit.slurm.slurm import SlurmExecutor
 
+from hpc_rl.config.compose import compose
+from hpc_rl.config.tree import flat
 from hpc_rl.errors import UnclearError, UserError
-from hpc_rl.liveness.signs_of_life import doing
+from hpc_rl.liveness.activity import doing
+from hpc_rl.run_dir import RunDir
+from hpc_rl.runs.folders import ROOT
 from hpc_rl.slurm import commands
 from hpc_rl.slurm.place import CLUSTERS, Place, changed_words, here, is_single
+from hpc_rl.submission.job import Job
 from hpc_rl.submission.script.directives import clusters_of, overruled
+from hpc_rl.submission.script.render import render
 from hpc_rl.system.search_path import without_empty_entries
 
 SUBMIT_TIMEOUT_S = 120
 """A site's submit plugin may be slow, and an interrupted submission may still have been accepted."""
-
-
+TRIALS_S = 180
+"""Deadline for all trials of one search of `site detect`."""
 _TIME_OVER = 124
 _NOT_RUN = (_TIME_OVER, 126, 127)
 """Exit codes of timeout(1): the time is over, or the program cannot be executed, or is missing."""
-
-
 _ANSWER = re.compile(r"(?:(\d+)|Submitted batch job (\d+))(?:(?:;| on cluster )(\S+))?")
 """sbatch's answer, with --parsable or without it (sbatch(1))."""
-
-
 _UNCLEAR = re.compile("timed out on send/recv|receive failure|zero bytes were transmitted", re.IGNORECASE)
 """Errors of sbatch after the controller may have received the job."""
 _LOOK = (
@@ -119,6 +124,39 @@ def refusal(script: str) -> str | None:
     if done.returncode in _NOT_RUN:
         raise commands.NoAnswer(f"sbatch --test-only does not answer within {commands.TIMEOUT_S} s, or is missing")
     return refused_because(done.stderr) if done.returncode else None
+
+
+def limited_trials() -> Callable[[str], str | None]:
+    """Return `profile_refusal` with a deadline for all calls together; after it, they raise NoAnswer."""
+    deadline = time.monotonic() + TRIALS_S
+
+    def refuses(profile: str) -> str | None:
+        if time.monotonic() > deadline:
+            raise commands.NoAnswer(f"sbatch --test-only accepted no job within {TRIALS_S} s")
+        return profile_refusal(profile)
+
+    return refuses
+
+
+def profile_refusal(profile: str) -> str | None:
+    """Return why sbatch refuses a job on one GPU, or on all GPUs of a node, with a profile; None if it accepts both.
+
+    Args:
+        profile: text of a profile whose partition, GPUs and node size are set.
+
+    Raises:
+        NoAnswer: sbatch does not answer.
+    """
+    values = flat(yaml.safe_load(profile))
+    gpus = values.get("slurm.node.gpus", 1)
+    device = "cpu" if values.get("trainer.device") == "cpu" else "cuda"
+    for count in sorted({1, gpus}):
+        given = {"trainer.device": device, "trainer.n_gpus_per_node": count, "slurm.job_name": "site-detect"}
+        config = compose("torchrun", settings=given, site=values)
+        job = Job("torchrun", config, RunDir((ROOT / "site-detect").absolute()), Path.cwd(), (sys.executable,))
+        if message := refusal(render(job)):
+            return message
+    return None
 
 
 def place_for(script: str, environ: Mapping[str, str]) -> Place:

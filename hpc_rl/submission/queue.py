@@ -14,10 +14,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hpc_rl.errors import UnclearError, UserError
-from hpc_rl.liveness.signs_of_life import doing
-from hpc_rl.run_dir import SHARED_MODE, SUBMISSION, RunDir, submitting
+from hpc_rl.liveness.activity import doing
+from hpc_rl.run_dir import RunDir
 from hpc_rl.runs import control
-from hpc_rl.runs.folders import ROOT, is_run, remember
+from hpc_rl.runs.folders import ROOT, SUBMISSION, is_run, remember, submitting
 from hpc_rl.slurm import commands
 from hpc_rl.slurm.place import Place, is_single
 from hpc_rl.software import git
@@ -28,8 +28,10 @@ from hpc_rl.submission.script.directives import clusters_of
 from hpc_rl.submission.script.render import write_support
 from hpc_rl.submission.series.after import After
 from hpc_rl.system.files import write_atomically
-from hpc_rl.system.processes import held_interrupts
+from hpc_rl.system.processes import deferred_interrupts
 
+SHARED_MODE = 0o2750
+"""Permissions of a run directory with slurm.group: files that are created in it belong to the group too (setgid)."""
 GIT_MAX_BYTES = 1_000_000
 
 
@@ -146,7 +148,7 @@ def record(job: Job, job_id: str | None, place: Place | None = None, **more: obj
     remember(job.run_dir.path.parent)
 
 
-def record_again(run: RunDir, queued: Queued, task: int | None = None) -> None:
+def record_again(run: RunDir, queued: QueuedJob, task: int | None = None) -> None:
     """Update job.json of a run that was submitted again unchanged.
 
     Args:
@@ -211,7 +213,7 @@ def asked_place(script: str, after: After | None) -> Place | None:
 
 
 @dataclass(frozen=True)
-class Queued:
+class QueuedJob:
     """A job that Slurm has accepted."""
 
     job_id: str
@@ -223,7 +225,9 @@ def _named(place: Place) -> str:
     return f"cluster {place.cluster}" if place.cluster else "the local cluster"
 
 
-def queue(script: str, after: After | None = None, options: Sequence[str] = (), place: Place | None = None) -> Queued:
+def queue(
+    script: str, after: After | None = None, options: Sequence[str] = (), place: Place | None = None
+) -> QueuedJob:
     """Submit a script with sbatch.
 
     Ctrl-C takes effect after sbatch has answered, which has a deadline: an interrupted submission may still have been
@@ -253,10 +257,10 @@ def queue(script: str, after: After | None = None, options: Sequence[str] = (), 
             f"the job has --clusters={asked}, but its run, or the job that it waits for, is in {_named(place)}: leave "
             "the option out, or submit it as a new run with another --job-name"
         )
-    with held_interrupts() as interrupted, tempfile.TemporaryDirectory() as folder:
+    with deferred_interrupts() as interrupted, tempfile.TemporaryDirectory() as folder:
         try:
             executor = ScriptExecutor(Path(folder), script, options, place)
-            queued = Queued(executor.submit_script(), executor.place)
+            queued = QueuedJob(executor.submit_script(), executor.place)
         except commands.NoAnswer as error:
             raise UserError(str(error)) from error
     if interrupted():

@@ -8,15 +8,16 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from hpc_rl.errors import UserError
-from hpc_rl.run_dir import REQUEUE, RunDir, submitting
+from hpc_rl.run_dir import REQUEUE, RunDir
 from hpc_rl.runs import control
+from hpc_rl.runs.folders import submitting
 from hpc_rl.runs.run_sets import RunSet, SweepDir, run_of, states
 from hpc_rl.runs.status import STOPPED, RunStatus, in_slurm, place_of
 from hpc_rl.slurm import commands
 from hpc_rl.slurm.place import Place
 from hpc_rl.slurm.states import ENDED
 from hpc_rl.submission import queue
-from hpc_rl.submission.edits import check_edits
+from hpc_rl.submission.edits import check_edits, edited_since
 from hpc_rl.submission.resuming import check_again, start_of
 from hpc_rl.submission.script.directives import environment_notes
 from hpc_rl.submission.script.render import has_own_settings, write_support
@@ -106,7 +107,7 @@ def _script_of(run: RunDir) -> str:
     """
     run.check_owner()
     script = _own_script(run.script)
-    if has_own_settings(script) and run.edited_since():
+    if has_own_settings(script) and edited_since(run):
         raise UserError(
             f"{run.config} was edited, but {run.script} of an earlier version of hpc-rl would replace it: submit the "
             f"run again with {control.naming_option(run)} and the edited options as key=value"

@@ -12,7 +12,7 @@ from hpc_rl.config.tree import OF_PLACE, changes, flat, read_options, read_tree
 from hpc_rl.errors import UserError
 from hpc_rl.run_dir import RunDir
 from hpc_rl.runs.control import saved_by
-from hpc_rl.submission.edits import edits, kept
+from hpc_rl.submission.edits import edits, effective_edits
 from hpc_rl.submission.job import Job
 from hpc_rl.submission.preflight.checks import check
 from hpc_rl.submission.series.after import After, results_of
@@ -30,7 +30,7 @@ def resumed(job: Job) -> list[str]:
     run = job.run_dir
     if job.row.trainer is None:
         return []
-    edited = kept(job.config, edits(run, job.kind))
+    edited = effective_edits(job.config, edits(run, job.kind))
     note = [f"{run.config} was edited, and the job has these edits: {', '.join(edited)}"] if edited else []
     if run.attempt_with_settings() is None:
         return note

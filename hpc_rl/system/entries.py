@@ -1,6 +1,6 @@
 """Entries of a cache: folders that are complete or absent, and stay while a process uses them.
 
-    building = Building(root, "name")     # a folder with a temporary name
+    building = EntryWriter(root, "name")  # a folder with a temporary name
     write_files(building.folder)
     building.publish()                    # now root/name, unless another process was faster
     held = hold(root / "name")            # it stays until held.close()
@@ -58,7 +58,7 @@ def unusable(root: Path, group: int | None = None) -> str | None:
         return explained(error, root)
 
 
-class Building:
+class EntryWriter:
     """A new entry that this process writes.
 
     Raises:

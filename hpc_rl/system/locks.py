@@ -7,6 +7,7 @@ import fcntl
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from typing import IO, Any
 
 from hpc_rl.system.disk import mount_of, mount_options
 
@@ -38,11 +39,20 @@ def is_locked(path: Path) -> bool:
         OSError: the file cannot be opened, or its file system has no locks.
     """
     with path.open("rb+") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return True
-    return False
+        return not try_lock(file)
+
+
+def try_lock(file: IO[Any]) -> bool:
+    """Take the lock of a file and return True, or return False if another process has it.
+
+    Raises:
+        OSError: its file system has no locks.
+    """
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
 
 
 def local_by_mount(path: Path, mounts: str) -> str | None:

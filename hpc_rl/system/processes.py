@@ -93,7 +93,7 @@ def _begin(death: signal.Signals) -> None:
 
 
 @contextlib.contextmanager
-def held_termination() -> Iterator[None]:
+def deferred_termination() -> Iterator[None]:
     """Defer SIGTERM and SIGINT to the end of the block, but not those of a child that is started in it."""
     signal.pthread_sigmask(signal.SIG_BLOCK, _TERMINATION)
     try:
@@ -135,7 +135,7 @@ def wait(child: subprocess.Popen[bytes]) -> int:
 
 
 @contextlib.contextmanager
-def held_interrupts() -> Iterator[Callable[[], bool]]:
+def deferred_interrupts() -> Iterator[Callable[[], bool]]:
     """Defer Ctrl-C. Yields a function that returns whether it was pressed."""
     pressed = False
 

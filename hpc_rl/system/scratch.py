@@ -97,7 +97,7 @@ def programs_tmpdir(environ: Mapping[str, str], scratch: Path) -> str:
 
 
 @contextlib.contextmanager
-def held_scratch(environ: Mapping[str, str], job_id: str, attempt_dir: Path, node_rank: int) -> Iterator[Path]:
+def job_scratch(environ: Mapping[str, str], job_id: str, attempt_dir: Path, node_rank: int) -> Iterator[Path]:
     """Create a temporary folder of a job on this node, private to its user, and remove it at the end.
 
     Its path is recorded in the attempt's folder. The folders of this user's killed jobs are removed too.
@@ -114,7 +114,7 @@ def held_scratch(environ: Mapping[str, str], job_id: str, attempt_dir: Path, nod
         stack.callback(_leave_to_others, folder)  # after the lock is released
         try:
             folder.mkdir(mode=0o700)
-            stack.enter_context(held(folder))
+            stack.enter_context(marked_in_use(folder))
             write_atomically(_record(attempt_dir, node_rank), str(folder))
         except OSError as error:
             remove_tree(folder)
@@ -138,7 +138,7 @@ def own_scratch(environ: Mapping[str, str]) -> Iterator[Path]:
     folder.mkdir(mode=0o700)
     with contextlib.ExitStack() as stack:
         stack.callback(remove_tree, folder)  # if it cannot be held
-        stack.enter_context(held(folder))
+        stack.enter_context(marked_in_use(folder))
         stack.callback(remove_tree, folder)  # while it is held: what a killed process leaves is removed later
         yield folder
 
@@ -154,7 +154,7 @@ def _leave_to_others(folder: Path) -> None:
 
 
 @contextlib.contextmanager
-def held(folder: Path) -> Iterator[None]:
+def marked_in_use(folder: Path) -> Iterator[None]:
     """Mark a new folder as in use. If this process is killed, the kernel ends that, and the folder is abandoned."""
     unlocked = folder / f"{_MARK}.new"  # another process sees the mark when it is locked, not before
     with os.fdopen(os.open(unlocked, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600), "w") as mark:

@@ -83,7 +83,7 @@ def open_tokenized(
         Stopped: the run stops before the data is tokenized.
     """
     try:
-        return open_kept(request, root, group, world, stopping)
+        return open_cached(request, root, group, world, stopping)
     except Unwritable as error:
         problem = str(error)
     if world.is_main:
@@ -103,7 +103,7 @@ def open_tokenized(
             ) from error
 
 
-def open_kept(
+def open_cached(
     request: TokenizeRequest, root: Path, group: int | None, world: World, stopping: Stopping
 ) -> tuple[Tokenized[Any], Any]:
     """Return the same as `open_tokenized`, but from files in `root`, and nowhere else.
@@ -186,7 +186,7 @@ def _obtained(
 
 def _begun(
     request: TokenizeRequest, root: Path, damage: str | None, team: Team, world: World, stack: contextlib.ExitStack
-) -> entries.Building | None:
+) -> entries.EntryWriter | None:
     """Begin an entry if this rank leads a team that has none, or whose entry is damaged. Every rank calls this.
 
     Args:
@@ -196,7 +196,7 @@ def _begun(
     Raises:
         Unwritable: a team cannot write.
     """
-    building: entries.Building | None = None
+    building: entries.EntryWriter | None = None
     problem: str | None = None
     entry = root / request.name
     if team.leads:
@@ -207,7 +207,7 @@ def _begun(
             if not entry.exists():
                 with contextlib.suppress(OSError):
                     entries.sweep(root)
-                building = entries.Building(root, request.name)
+                building = entries.EntryWriter(root, request.name)
                 stack.callback(building.discard)
         except OSError as error:
             problem = explained(error, root)
@@ -218,7 +218,7 @@ def _begun(
 def _write(
     request: TokenizeRequest,
     root: Path,
-    building: entries.Building | None,
+    building: entries.EntryWriter | None,
     team: Team,
     world: World,
     stopping: Stopping,
@@ -266,7 +266,7 @@ def _tokenize(part: PartWriter | None, world: World, stopping: Stopping) -> None
 
 
 def _publish(
-    request: TokenizeRequest, root: Path, building: entries.Building, summaries: Sequence[Mapping[str, Any]]
+    request: TokenizeRequest, root: Path, building: entries.EntryWriter, summaries: Sequence[Mapping[str, Any]]
 ) -> str | None:
     """Complete an entry, and remove those of earlier contents. Return why this is not possible, or None."""
     try:

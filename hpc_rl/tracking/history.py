@@ -16,7 +16,7 @@ from typing import Any
 from hpc_rl.errors import EXIT_STOPPED
 from hpc_rl.formats.usage import NodeUsage, read_spans
 from hpc_rl.run_dir import RunDir
-from hpc_rl.slurm.accounting import Start
+from hpc_rl.slurm.accounting import JobStart
 from hpc_rl.slurm.states import ENDED
 
 KILLED = "KILLED"
@@ -103,7 +103,7 @@ def ended_with(found: History, exit_code: int, time: float) -> History:
     return History((*before, last))
 
 
-def with_accounting(found: History, starts: Sequence[Start]) -> History:
+def with_accounting(found: History, starts: Sequence[JobStart]) -> History:
     """Complete open attempts by Slurm's accounting.
 
     An attempt is the last start of its job that began before the attempt did. Slurm counts the whole allocation, but
@@ -112,7 +112,7 @@ def with_accounting(found: History, starts: Sequence[Start]) -> History:
     return History(tuple(_accounted(attempt, starts) if attempt.is_open else attempt for attempt in found.attempts))
 
 
-def _accounted(attempt: Attempt, starts: Sequence[Start]) -> Attempt:
+def _accounted(attempt: Attempt, starts: Sequence[JobStart]) -> Attempt:
     # One second of tolerance between the clocks of nodes and controller.
     mine = [s for s in starts if s.job_id == attempt.job_id and s.began <= (attempt.began or s.began) + 1]
     if not mine or mine[-1].ended is None:

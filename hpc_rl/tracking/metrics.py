@@ -26,7 +26,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, TextIO
 
-from hpc_rl.formats.typed_json import is_count, is_number, is_time, kept, object_of
+from hpc_rl.formats.typed_json import is_count, is_number, is_time, object_of, well_typed
 from hpc_rl.system.files import LineFile, last_lines_of, open_regular, replacing
 
 Record = dict[str, Any]
@@ -95,7 +95,7 @@ def read_metrics(path: Path) -> list[Record]:
 
 
 @dataclass(frozen=True)
-class Thinned:
+class ThinnedRecords:
     """The records of some steps of a run, in order."""
 
     records: list[Record]
@@ -104,7 +104,7 @@ class Thinned:
     steps."""
 
 
-def read_thinned(path: Path, most: int | None) -> Thinned:
+def read_thinned(path: Path, most: int | None) -> ThinnedRecords:
     """Read a file as read_metrics does, but of long runs about `most` steps only, which takes a fraction of the time.
 
     Args:
@@ -113,7 +113,7 @@ def read_thinned(path: Path, most: int | None) -> Thinned:
     try:
         file = open_regular(path)
     except FileNotFoundError:
-        return Thinned([])
+        return ThinnedRecords([])
     with file:
         last = _last_step(file)
         every = max(1, -(-last // most)) if most else 1
@@ -133,7 +133,7 @@ def read_thinned(path: Path, most: int | None) -> Thinned:
                 record = {key: value for key, value in record.items() if key in _OF_ALL or key.startswith("val/")}
             if is_chosen or len(record) > len(_OF_ALL):
                 records[step] = {**records.get(step, {}), **record}
-    return Thinned([completed(record) for record in records.values()], every)
+    return ThinnedRecords([completed(record) for record in records.values()], every)
 
 
 def _last_step(file: IO[bytes]) -> int:
@@ -150,7 +150,7 @@ def parse_line(line: bytes | str) -> Record | None:
     found = object_of(line)
     if found is None or not is_count(found.get("step")):
         return None
-    record: Record = {key: value if is_number(value) else None for key, value in kept(found, _TYPES).items()}
+    record: Record = {key: value if is_number(value) else None for key, value in well_typed(found, _TYPES).items()}
     return record
 
 

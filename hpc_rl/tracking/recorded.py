@@ -21,11 +21,11 @@ from hpc_rl.tracking.timeline import Timeline, read_timeline
 
 STAGE = "stage"
 STAGE_KEYS = (ROUND, STAGE)
-"""Keys of `Recorded.swept` of the runs of a pipeline."""
+"""Keys of `RecordedRun.swept` of the runs of a pipeline."""
 
 
 @dataclass(frozen=True)
-class Recorded:
+class RecordedRun:
     """One run, as its directory has it."""
 
     name: str
@@ -45,7 +45,7 @@ class Recorded:
     expected: Expected | None = None
     """What the plan of the run expected; None if there was none."""
     every: int = 1
-    """The records are those of every so many steps; see `metrics.Thinned`."""
+    """The records are those of every so many steps; see `metrics.ThinnedRecords`."""
     swept: dict[str, str] = field(default_factory=dict)
     """What distinguishes the run from the others of its sweep or pipeline: swept key -> value; or round and stage."""
     kind: str = ""
@@ -67,11 +67,11 @@ class Recorded:
         return [(record["step"], record[key]) for record in self.records if record.get(key) is not None]
 
 
-def read_run(run: RunDir) -> Recorded:
+def read_run(run: RunDir) -> RecordedRun:
     """Read a run; what is missing in its directory is empty."""
     metrics = read_thinned(run.metrics, MOST_STEPS)
     records = metrics.records
-    return Recorded(
+    return RecordedRun(
         name=run.name,
         records=records,
         every=metrics.every,
@@ -95,7 +95,7 @@ def read_config(path: Path) -> str:
         return ""
 
 
-def differences(runs: Sequence[Recorded]) -> list[tuple[str, list[Any]]]:
+def differences(runs: Sequence[RecordedRun]) -> list[tuple[str, list[Any]]]:
     """Return (key, value in each run) for every key whose values differ; None for a run without the key.
 
     Keys that a kind of run does not have are left out: each kind has its own options.

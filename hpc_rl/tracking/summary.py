@@ -12,7 +12,7 @@ from hpc_rl.formats.counted import counted
 from hpc_rl.tracking.formatting import duration, hours, number
 from hpc_rl.tracking.history import Attempt, History, tone
 from hpc_rl.tracking.page.plot import Point
-from hpc_rl.tracking.recorded import Recorded
+from hpc_rl.tracking.recorded import RecordedRun
 
 _OF_ALL_RESPONSES = ("generate/score", "eval/score")
 """Metrics whose last value is the result of the run."""
@@ -90,7 +90,7 @@ def last_mean(points: Sequence[Point]) -> float | None:
     return _mean(points[-_tenth(points) :])
 
 
-def result_of(run: Recorded, key: str) -> float | None:
+def result_of(run: RecordedRun, key: str) -> float | None:
     """Return a run's result in a metric: the mean of the last tenth, or the last of those that count all responses."""
     points = run.points(key)
     return last_mean(points[-1:] if key in _OF_ALL_RESPONSES else points)
@@ -104,7 +104,7 @@ def _mean(points: Sequence[Point]) -> float | None:
     return math.fsum(value for _, value in points) / len(points) if points else None
 
 
-def run_summary(run: Recorded) -> RunSummary:
+def run_summary(run: RecordedRun) -> RunSummary:
     history = run.history
     last = run.records[-1] if run.records else {"step": 0, "total_steps": 0}
     attempts = counted(len(history.attempts), "attempt")
@@ -126,7 +126,7 @@ def run_summary(run: Recorded) -> RunSummary:
     )
 
 
-def _facts(run: Recorded) -> list[str]:
+def _facts(run: RecordedRun) -> list[str]:
     if not run.records:
         return _job_facts(run.history)
     facts = []
@@ -145,7 +145,7 @@ def _job_facts(history: History) -> list[str]:
     return [f"{len(history.attempts)} attempts", *facts] if len(history.attempts) > 1 else facts
 
 
-def _results(run: Recorded) -> dict[str, str]:
+def _results(run: RecordedRun) -> dict[str, str]:
     """Return losses and rewards as means of the first and the last tenth, and the score of all responses."""
     results = {}
     for label, key in RESULTS.items():
@@ -156,7 +156,7 @@ def _results(run: Recorded) -> dict[str, str]:
     return results | {"Score": next((f"{score:.4f}" for score in scores if score is not None), "")}
 
 
-def _speeds(run: Recorded) -> dict[str, str]:
+def _speeds(run: RecordedRun) -> dict[str, str]:
     """Return speeds as medians, which leave out first steps and saves, and the peak memory."""
     speeds = {}
     for label, key in SPEEDS.items():

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from hpc_rl.algorithms import advantages
+from hpc_rl.algorithms.estimator_interface import AdvantageInputs
 from hpc_rl.algorithms.estimators import ESTIMATORS
-from hpc_rl.algorithms.outcome import Outcome
 from hpc_rl.config.rl.algorithm import AlgorithmConfig
 
 LENGTHS = torch.tensor([3, 2, 1, 2])
@@ -16,7 +16,7 @@ REWARDS = torch.tensor([-0.1, 0.2, 1.0, 0.3, 0.0, -1.0, 0.0, 2.0])
 SCORES = torch.tensor([1.1, 0.3, -1.0, 2.0])
 GROUPS = torch.tensor([4, 4, 0, 0])
 TEACHER = torch.tensor([0.1, -0.2, 0.3, 0.4, 0.5, -0.6, 0.7, 0.8])
-OUTCOME = Outcome(
+OUTCOME = AdvantageInputs(
     REWARDS,
     LENGTHS,
     GROUPS,

@@ -13,7 +13,7 @@ from hpc_rl.data import arithmetic, gsm8k
 from hpc_rl.data.reading.formats import read_rows
 from hpc_rl.data.reading.row_checks import check_file
 from hpc_rl.environments.calculator import Calculator
-from hpc_rl.environments.tool_calls import Call, parse_hermes
+from hpc_rl.environments.tool_calls import ToolCall, parse_hermes
 from hpc_rl.errors import UserError
 
 RAW = {"question": "Two boxes of 600 nails?", "answer": "2 * 600 = <<2*600=1200>>1200\n#### 1,200"}
@@ -122,7 +122,7 @@ def test_demonstrations_call_the_tool_or_give_up(tmp_path: Path) -> None:
         called += 1
         _, call, result, end = row["demonstration"]
         (found,) = parse_hermes(call["content"])
-        assert isinstance(found, Call) and str(Calculator().add(**found.arguments)) == row["answer"]
+        assert isinstance(found, ToolCall) and str(Calculator().add(**found.arguments)) == row["answer"]
         assert (result["role"], result["content"], end["content"]) == ("tool", row["answer"], row["answer"])
     assert 0.25 < called / 2000 < 0.35
     assert all("demonstration" not in row for row in read_rows(tmp_path / "val.jsonl"))

@@ -30,9 +30,9 @@ from hpc_rl.doctor.diagnosis import (
 )
 from hpc_rl.doctor.known_failures import ANY_EXCEPTION, KNOWN_FAILURES, page
 from hpc_rl.errors import UserError
-from hpc_rl.node.meeting import Meeting
 from hpc_rl.node.network import choose_address, given_blocks
-from hpc_rl.node.ray_cluster.limits import granted
+from hpc_rl.node.ray_cluster.limits import ray_resources
+from hpc_rl.node.rendezvous import Rendezvous
 from hpc_rl.run_dir import RunDir
 from hpc_rl.runs.status import RunStatus
 from hpc_rl.slurm.allocation import Allocation
@@ -402,14 +402,14 @@ def long_socket() -> None:
 REAL: dict[str, tuple[Callable[[Path], object], str]] = {
     "interface": (lambda _: choose_address("ib99", None), "An interface without an address"),
     "folder": (
-        lambda tmp: Meeting(tmp / "no" / "attempt-1", ("a", "b"), 1).check_shared(0),
+        lambda tmp: Rendezvous(tmp / "no" / "attempt-1", ("a", "b"), 1).check_shared(0),
         "The nodes do not share the folder",
     ),
-    "address": (lambda tmp: Meeting(tmp, ("a", "b"), 1).await_address(0), "Nodes did not start"),
+    "address": (lambda tmp: Rendezvous(tmp, ("a", "b"), 1).await_address(0), "Nodes did not start"),
     "ports": (lambda _: occupied_block(), "A port is in use"),
     "port": (lambda _: second_listener(), "A port is in use"),
-    "gpus": (lambda _: granted(HERE, {"SLURM_GPUS_ON_NODE": "2"}, gpus=4), "Fewer GPUs than requested"),
-    "memory": (lambda _: granted(HERE, {"SLURM_MEM_PER_NODE": "100"}), "Shared memory too small"),
+    "gpus": (lambda _: ray_resources(HERE, {"SLURM_GPUS_ON_NODE": "2"}, gpus=4), "Fewer GPUs than requested"),
+    "memory": (lambda _: ray_resources(HERE, {"SLURM_MEM_PER_NODE": "100"}), "Shared memory too small"),
     "socket": (lambda _: long_socket(), "The temporary folder's path is too long"),
     "old Ray": (lambda _: check_ray("2.40.0", "python"), "Ray rejects a token"),
     "module": (lambda _: __import__("ray.no_such_thing"), "A Python module is missing"),

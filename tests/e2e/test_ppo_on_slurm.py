@@ -62,8 +62,8 @@ def prompt_files(workspace: Workspace) -> dict[Path, int]:
 
 
 def step_of_driver(cluster: Cluster) -> int:
-    """Return the step that the driver has recorded as a sign of life, on whichever node it is."""
-    show = ["sh", "-c", "cat /tmp/0.*/beats/*.beat"]
+    """Return the step that the driver has recorded with a heartbeat, on whichever node it is."""
+    show = ["sh", "-c", "cat /tmp/0.*/heartbeats/*.heartbeat"]
     found = "".join(cluster.exec_on(node, show).stdout for node in cluster.nodes)
     beats = [json.loads(text) for text in re.findall(r"{.*?}", found)]
     return max((beat["step"] for beat in beats if beat["name"] == "the driver"), default=0)
@@ -74,7 +74,7 @@ def test_two_nodes_get_better_although_they_are_stopped(workspace: Workspace, sl
     workspace.ok(*command, "trainer.total_training_steps=1000")  # it cannot end before it is stopped
     metrics = workspace.folder / "runs" / "two" / "metrics.jsonl"
     workspace.wait_until(lambda: metrics.exists() and len(scores(workspace, "two")) >= 2, "2 steps")
-    workspace.wait_until(lambda: step_of_driver(slurm_cluster) >= 2, "a sign of life of the driver in a step")
+    workspace.wait_until(lambda: step_of_driver(slurm_cluster) >= 2, "a heartbeat of the driver in a step")
     workspace.ok("stop", "two")
     workspace.wait_until(lambda: workspace.status("two")["state"] == "STOPPED", "stopped")
     tokenized = prompt_files(workspace)

@@ -11,7 +11,7 @@ from hpc_rl.config.rl import environment as options
 from hpc_rl.environments.loading import ENVIRONMENT, SHIPPED, TOOLS, check_name, load_definition
 from hpc_rl.environments.protocol import Definition, Episode
 from hpc_rl.environments.sandbox import RUNNERS
-from hpc_rl.environments.tool_calls import PARSERS, VLLM, Call
+from hpc_rl.environments.tool_calls import PARSERS, VLLM, ToolCall
 from hpc_rl.errors import UserError
 from tests.environments.conftest import Write
 
@@ -60,15 +60,15 @@ def test_methods_are_tools_of_each_object(write: Write) -> None:
     assert list(definition.tools) == ["double", "add", "shout"]
     assert definition.has_reward and not definition.has_step
     one, two = Episode(definition, 100), Episode(definition, 100)
-    calls = [Call("add", {"x": 2}), Call("double", {"x": 2}), Call("shout", {"text": "a"})]
+    calls = [ToolCall("add", {"x": 2}), ToolCall("double", {"x": 2}), ToolCall("shout", {"text": "a"})]
     assert [message["content"] for message in one.answer("", calls).messages] == ["7", "4.0", "A"]
-    assert one.outcome().score == 7 and two.outcome().score == 5
+    assert one.result().score == 7 and two.outcome().score == 5
 
 
 def test_functions_with_and_without_an_environment(write: Write) -> None:
     alone = load_definition(None, {}, [write(ADD, "add", "tools.py")])
-    assert Episode(alone, 100).answer("", [Call("add", {"a": 1})]).messages[0]["content"] == "2"
-    assert Episode(alone, 100).reset({"a": 1}) is None and Episode(alone, 100).outcome().score is None
+    assert Episode(alone, 100).answer("", [ToolCall("add", {"a": 1})]).messages[0]["content"] == "2"
+    assert Episode(alone, 100).reset({"a": 1}) is None and Episode(alone, 100).result().score is None
     both = refused(write(OWN), tools=[write(ADD, "add", "tools.py")])
     assert "add is a method of it and a function in environment.tools" in both
     twice = refused(None, tools=[write(ADD, "add", "tools.py"), write(ADD, "add", "other.py")])
@@ -77,7 +77,7 @@ def test_functions_with_and_without_an_environment(write: Write) -> None:
 
 def test_a_function_that_creates_the_environment(write: Write) -> None:
     spec = write(OWN + "\ndef make(start: int) -> Own:\n    return Own(start + 1)\n", "make")
-    assert Episode(load_definition(spec, {"start": 1}), 100).outcome().score == 2
+    assert Episode(load_definition(spec, {"start": 1}), 100).result().score == 2
     assert "created with no arguments" in refused(spec)
     assert "created with stop=..." in refused(spec, kwargs={"stop": 1})
     assert "without the class that it returns: annotate it" in refused(write("def make(): ...", "make"))
@@ -157,7 +157,7 @@ class Own(gymnasium.Env):
     episode = Episode(definition, 100)
     assert episode.reset({"question": "x"}) == "start"
     assert not episode.answer("go", []).done and episode.answer("stop", []).done
-    assert episode.outcome().score == 1.0
+    assert episode.result().score == 1.0
 
 
 def test_imports_are_light() -> None:

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from hpc_rl.environments.pool import EnvironmentPool
-from hpc_rl.environments.requests import Wanted
-from hpc_rl.environments.tool_calls import Call, Malformed
+from hpc_rl.environments.requests import EnvironmentSpec
+from hpc_rl.environments.tool_calls import MalformedCall, ToolCall
 from hpc_rl.errors import RunError, UserError
 from hpc_rl.system.processes import descendants
 from tests.environments.conftest import Write
@@ -79,7 +79,7 @@ def opened(write: Write) -> Iterator[Open]:
     pools, before = [], set(descendants(os.getpid()))
 
     def opener(source: str = OWN, workers: int = 1, timeout_s: float = 60) -> EnvironmentPool:
-        pools.append(EnvironmentPool(Wanted(write(source), {}, [], 1000), workers, timeout_s))
+        pools.append(EnvironmentPool(EnvironmentSpec(write(source), {}, [], 1000), workers, timeout_s))
         return pools[-1]
 
     yield opener
@@ -107,35 +107,38 @@ def test_conversations_of_one_process_keep_their_own_state(opened: Open) -> None
     assert pool.offered.has_reward and not pool.offered.has_step
     one, two = pool.start(PROMPT, {"start": 1}), pool.start(PROMPT, {"start": 10})
     assert said(one.first) == ["1 + 2?\n\nGo."]
-    answers = [each.answer("", [Call("add", {"x": 1}), Malformed("no"), Call("add", {"x": 1})]) for each in (one, two)]
+    answers = [
+        each.answer("", [ToolCall("add", {"x": 1}), MalformedCall("no"), ToolCall("add", {"x": 1})])
+        for each in (one, two)
+    ]
     assert [said(answer) for answer in answers] == [["2", "Error: no", "3"], ["11", "Error: no", "12"]]
     reply = answers[0].result()
     assert (reply.calls, reply.bad_calls, reply.done, reply.error) == (2, 1, False, None)
     outcome = two.finish().result(DEADLINE_S)
     assert (outcome.score, outcome.components, outcome.error) == (12.0, {"other": 1.0}, None)
     assert one.answer("the end", []).result(DEADLINE_S).done and one.finish().result(DEADLINE_S).score == 3.0
-    assert len(said(pool.start(PROMPT, {}).answer("", [Call("long", {})]))[0]) < 1100
+    assert len(said(pool.start(PROMPT, {}).answer("", [ToolCall("long", {})]))[0]) < 1100
 
 
 def test_conversations_are_spread_over_the_processes(opened: Open) -> None:
     pool = opened(workers=2)
     running = [pool.start(PROMPT, {}) for _ in range(4)]
-    pids = [said(each.answer("", [Call("pid", {})]))[0] for each in running]
+    pids = [said(each.answer("", [ToolCall("pid", {})]))[0] for each in running]
     assert pids[0] == pids[2] != pids[1] == pids[3]
     running[1].finish().result(DEADLINE_S)
-    assert said(pool.start(PROMPT, {}).answer("", [Call("pid", {})]))[0] == pids[1]
+    assert said(pool.start(PROMPT, {}).answer("", [ToolCall("pid", {})]))[0] == pids[1]
 
 
 def test_a_copy_that_a_tool_forks_answers_nothing(opened: Open) -> None:
     pool = opened()
     one, two = pool.start(PROMPT, {"start": 1}), pool.start(PROMPT, {"start": 10})
-    assert said(one.answer("", [Call("fork", {}), Call("add", {"x": 1})])) == ["0", "2"]
-    assert said(two.answer("", [Call("add", {"x": 1})])) == ["11"]
+    assert said(one.answer("", [ToolCall("fork", {}), ToolCall("add", {"x": 1})])) == ["0", "2"]
+    assert said(two.answer("", [ToolCall("add", {"x": 1})])) == ["11"]
     assert [each.finish().result(DEADLINE_S).score for each in (one, two)] == [2.0, 11.0]
 
 
 def test_the_limit_is_for_each_call(opened: Open) -> None:
-    calls = [Call("wait", {"seconds": 4})] * 4
+    calls = [ToolCall("wait", {"seconds": 4})] * 4
     assert said(opened(timeout_s=15).start(PROMPT, {}).answer("", calls)) == ["waited"] * 4
 
 
@@ -193,7 +196,11 @@ def test_texts_have_no_lone_surrogates(opened: Open) -> None:
     assert talk.first.result(DEADLINE_S).messages[1:] == [
         {"role": "user", "content": [{"type": "text", "text": "\U0001f600 \ufffd"}]}
     ]
-    calls: list[Call | Malformed] = [Call("echo", {"text": "a\ud83db"}), Call("\ud83d", {}), Malformed("no\udc00")]
+    calls: list[ToolCall | MalformedCall] = [
+        ToolCall("echo", {"text": "a\ud83db"}),
+        ToolCall("\ud83d", {}),
+        MalformedCall("no\udc00"),
+    ]
     reply = talk.answer("", calls).result(DEADLINE_S)
     assert reply.calls == 1 and [(one["name"], one["content"]) for one in reply.messages[:1]] == [("echo", "a\ufffdb")]
     assert reply.messages[1]["name"] == "\ufffd" and reply.messages[2]["content"] == "Error: no\ufffd"
@@ -222,22 +229,22 @@ def test_conversations_that_run_go_before_those_that_start(opened: Open) -> None
 def test_a_lost_process_is_replaced(opened: Open, row: dict[str, Any], call: str, part: str) -> None:
     pool = opened(timeout_s=10)
     bystander = pool.start(PROMPT, {})
-    before = said(bystander.answer("", [Call("pid", {})]))[0]
+    before = said(bystander.answer("", [ToolCall("pid", {})]))[0]
     lost = pool.start(PROMPT, row)
-    reply = lost.answer("", [Call(call, {})]).result(DEADLINE_S)
+    reply = lost.answer("", [ToolCall(call, {})]).result(DEADLINE_S)
     assert reply.done and reply.error == f"the environment {part}" and reply.messages == []
     outcome = lost.finish().result(DEADLINE_S)
     assert outcome.score is None and outcome.error == reply.error
     assert "another conversation" in (bystander.answer("", []).result(DEADLINE_S).error or "")
     assert "another conversation" in (bystander.finish().result(DEADLINE_S).error or "")
-    assert said(pool.start(PROMPT, {}).answer("", [Call("pid", {})]))[0] != before
+    assert said(pool.start(PROMPT, {}).answer("", [ToolCall("pid", {})]))[0] != before
     assert not Path(f"/proc/{before}").exists()
 
 
 def test_a_process_that_ends_between_two_calls_is_replaced(opened: Open) -> None:
     pool = opened()
     running = pool.start(PROMPT, {})
-    pid = int(said(running.answer("", [Call("pid", {})]))[0])
+    pid = int(said(running.answer("", [ToolCall("pid", {})]))[0])
     os.kill(pid, 9)
     deadline = time.monotonic() + DEADLINE_S
     while Path(f"/proc/{pid}/stat").exists() and " Z " not in Path(f"/proc/{pid}/stat").read_text():
@@ -250,7 +257,7 @@ def test_what_the_users_code_raises_ends_its_conversation_only(opened: Open) -> 
     pool = opened(timeout_s=10)
     failing, fine, unlucky = (pool.start(PROMPT, {"start": start}) for start in ("raise", 1, 13))
     assert failing.first.result(DEADLINE_S).error == "RuntimeError: no start"
-    assert failing.answer("", [Call("pid", {})]).result(DEADLINE_S).error == "RuntimeError: no start"
+    assert failing.answer("", [ToolCall("pid", {})]).result(DEADLINE_S).error == "RuntimeError: no start"
     assert failing.finish().result(DEADLINE_S).error == "RuntimeError: no start"
     assert unlucky.finish().result(DEADLINE_S).error == "ValueError: unlucky"
     assert fine.finish().result(DEADLINE_S).score == 1.0
@@ -261,7 +268,7 @@ def test_closing_ends_what_runs(opened: Open) -> None:
     pool = opened(timeout_s=DEADLINE_S)
     running, other = pool.start(PROMPT, {}), pool.start(PROMPT, {})
     assert said(running.first)
-    hanging, waiting = running.answer("", [Call("hang", {})]), running.finish()
+    hanging, waiting = running.answer("", [ToolCall("hang", {})]), running.finish()
     pool.close()
     pool.close()
     for future in (hanging, waiting, other.finish()):

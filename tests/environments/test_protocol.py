@@ -6,7 +6,7 @@ import pytest
 
 from hpc_rl.environments.loading import load_definition
 from hpc_rl.environments.protocol import Episode, as_text, cut, first_messages, fitting, observed, read_step
-from hpc_rl.environments.tool_calls import Call, Malformed
+from hpc_rl.environments.tool_calls import MalformedCall, ToolCall
 from tests.environments.conftest import Write
 
 TOOLS = '''
@@ -40,27 +40,31 @@ def episode(write: Write, source: str, most_chars: int = 50) -> Episode:
     return Episode(load_definition(write(source), {}), most_chars)
 
 
-def content(write: Write, *calls: Call | Malformed) -> list[str]:
+def content(write: Write, *calls: ToolCall | MalformedCall) -> list[str]:
     return [message["content"] for message in episode(write, TOOLS).answer("", calls).messages]
 
 
 def test_failing_calls_become_messages(write: Write) -> None:
-    assert content(write, Call("divide", {"a": 1, "b": 0})) == ["Error: ZeroDivisionError: float division by zero"]
-    assert content(write, Call("leave", {})) == ["Error: SystemExit: 3"]
-    assert content(write, Malformed("no")) == ["Error: no"]
-    (unknown,) = episode(write, TOOLS, 200).answer("", [Call("mul", {})]).messages
+    assert content(write, ToolCall("divide", {"a": 1, "b": 0})) == ["Error: ZeroDivisionError: float division by zero"]
+    assert content(write, ToolCall("leave", {})) == ["Error: SystemExit: 3"]
+    assert content(write, MalformedCall("no")) == ["Error: no"]
+    (unknown,) = episode(write, TOOLS, 200).answer("", [ToolCall("mul", {})]).messages
     assert unknown["content"] == "Error: there is no tool 'mul'; the tools are: divide, leave, long"
-    reply = episode(write, TOOLS).answer("", [Call("divide", {"a": 1, "b": 0}), Call("divide", {"a": 1, "b": 2})])
+    reply = episode(write, TOOLS).answer(
+        "", [ToolCall("divide", {"a": 1, "b": 0}), ToolCall("divide", {"a": 1, "b": 2})]
+    )
     assert (reply.calls, reply.bad_calls, reply.done) == (2, 1, False)
     assert [message["role"] for message in reply.messages] == ["tool", "tool"]
     assert reply.messages[1] == {"role": "tool", "name": "divide", "content": "0.5"}
-    unread = episode(write, TOOLS).answer("", [Call("divide", {"a": "x"}), Malformed("?", "divide")])
+    unread = episode(write, TOOLS).answer("", [ToolCall("divide", {"a": "x"}), MalformedCall("?", "divide")])
     assert (unread.calls, unread.bad_calls) == (0, 2) and unread.messages[1]["name"] == "divide"
 
 
 def test_output_is_cut(write: Write) -> None:
-    assert content(write, Call("long", {"n": 50})) == ["x" * 50]
-    assert content(write, Call("long", {"n": 5000})) == ["x" * 25 + "\n[4,950 characters are left out]\n" + "x" * 25]
+    assert content(write, ToolCall("long", {"n": 50})) == ["x" * 50]
+    assert content(write, ToolCall("long", {"n": 5000})) == [
+        "x" * 25 + "\n[4,950 characters are left out]\n" + "x" * 25
+    ]
     assert cut("abcdef", 3) == "ab\n[3 characters are left out]\nf"
     assert cut("abcdef", 0) == "\n[6 characters are left out]\n"
 
@@ -69,8 +73,8 @@ def test_reward_and_close(write: Write) -> None:
     running = episode(write, TOOLS)
     assert running.reset({"question": "q", "other": 1}) == [{"role": "user", "content": "q"}]
     assert running.answer("no call", []).done
-    outcome = running.outcome()
-    assert (outcome.score, outcome.components) == (1.0, {"other": 2.0})
+    result = running.result()
+    assert (result.score, result.components) == (1.0, {"other": 2.0})
     assert running._environment.closed == [1]
 
 
@@ -79,9 +83,9 @@ def test_steps(write: Write) -> None:
     assert running.answer("none", []).done
     reply = running.answer("end", [])
     assert reply.done and reply.messages == [{"role": "user", "content": "bye"}]
-    assert running.outcome().score is None
+    assert running.result().score is None
     assert not running.answer("gym", []).done and not running.answer("gym", []).done
-    assert running.outcome().score == 0.5
+    assert running.result().score == 0.5
     with pytest.raises(ValueError, match="expected text, or messages"):
         running.answer("?", [])
 

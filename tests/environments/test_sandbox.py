@@ -21,8 +21,8 @@ from hpc_rl.environments.bash_tool import Bash
 from hpc_rl.environments.loading import load_definition
 from hpc_rl.environments.protocol import Episode
 from hpc_rl.environments.python_tool import Python, report
-from hpc_rl.environments.sandbox import RUNNERS, Limits, Output, Ran, Sandbox, find_runner, tree_usage
-from hpc_rl.environments.tool_calls import Call
+from hpc_rl.environments.sandbox import RUNNERS, Limits, Output, ProgramResult, Sandbox, find_runner, tree_usage
+from hpc_rl.environments.tool_calls import ToolCall
 from hpc_rl.errors import UserError
 from hpc_rl.system.processes import descendants
 from tests.environments.runners import reachable_path
@@ -54,7 +54,7 @@ def nothing_is_left() -> Iterator[None]:
     assert set(descendants(os.getpid())) <= before
 
 
-def run(runner: str, code: str, limits: Limits = LIMITS) -> Ran:
+def run(runner: str, code: str, limits: Limits = LIMITS) -> ProgramResult:
     """Run a Python program."""
     return Sandbox(runner, limits=limits).run(["python3", "-I", "-u", "-c", code])
 
@@ -87,7 +87,7 @@ def test_the_tools(runner: str) -> None:
     python = load_definition("hpc_rl.environments.python_tool:Python", {"runner": runner, "time_s": 60})
     (message,) = (
         Episode(python, 1000)
-        .answer("", [Call("python", {"code": "import sys\nprint(6 * 7, sys.stdin.read())"})])
+        .answer("", [ToolCall("python", {"code": "import sys\nprint(6 * 7, sys.stdin.read())"})])
         .messages
     )
     assert message["content"] == "42 \n"
@@ -98,12 +98,12 @@ def test_the_tools(runner: str) -> None:
     assert tool.python("# \udc80\nprint(1)") == "1\n"
     shipped = load_definition(None, {}, ["python", "bash"], runner)
     assert list(shipped.tools) == ["python", "bash"]
-    (message,) = Episode(shipped, 1000).call(Call("python", {"code": "print(6 * 7)"})).messages
+    (message,) = Episode(shipped, 1000).call(ToolCall("python", {"code": "print(6 * 7)"})).messages
     assert message["content"] == "42\n"
     bash = load_definition("hpc_rl.environments.bash_tool:Bash", {"runner": runner, "time_s": 60})
     (message,) = (
         Episode(bash, 1000)
-        .answer("", [Call("bash", {"command": "cd /; echo $((6 * 7)) > /tmp/x; cat /tmp/x; false"})])
+        .answer("", [ToolCall("bash", {"command": "cd /; echo $((6 * 7)) > /tmp/x; cat /tmp/x; false"})])
         .messages
     )
     assert message["content"] == "42\n[exit code 1]"
@@ -297,7 +297,7 @@ def test_what_is_refused(runner: str, tmp_path: Path, monkeypatch: pytest.Monkey
 
 def test_the_start_is_checked_once(monkeypatch: pytest.MonkeyPatch) -> None:
     started: list[str] = []
-    monkeypatch.setattr(sandbox, "_run", lambda argv, *_: started.append(argv[0]) or Ran("started\n", 0))
+    monkeypatch.setattr(sandbox, "_run", lambda argv, *_: started.append(argv[0]) or ProgramResult("started\n", 0))
     sandbox._check_start.cache_clear()
     for _ in range(2):
         sandbox._check_start(("here",), 1.0)
@@ -307,10 +307,10 @@ def test_the_start_is_checked_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_reports() -> None:
-    assert report(Ran("", 0)) == "[no output]"
-    assert report(Ran("a\n", 0)) == "a\n"
-    assert report(Ran("a\n", 2)) == "a\n[exit code 2]"
-    assert report(Ran("", 137, "more than 5 s")) == "[ended: it used more than 5 s]"
+    assert report(ProgramResult("", 0)) == "[no output]"
+    assert report(ProgramResult("a\n", 0)) == "a\n"
+    assert report(ProgramResult("a\n", 2)) == "a\n[exit code 2]"
+    assert report(ProgramResult("", 137, "more than 5 s")) == "[ended: it used more than 5 s]"
 
 
 def test_output_keeps_both_ends() -> None:

@@ -8,21 +8,21 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hpc_rl.environments.tool_calls import PARSERS, Call, Malformed, after_thinking, find_parser, guess_format
+from hpc_rl.environments.tool_calls import PARSERS, MalformedCall, ToolCall, after_thinking, find_parser, guess_format
 from hpc_rl.errors import UserError
 
-ADD = Call("add", {"a": 1, "b": "x"})
+ADD = ToolCall("add", {"a": 1, "b": "x"})
 
 
-def hermes(call: Call) -> str:
+def hermes(call: ToolCall) -> str:
     return f"<tool_call>\n{json.dumps({'name': call.name, 'arguments': call.arguments})}\n</tool_call>"
 
 
-def bare(call: Call) -> str:
+def bare(call: ToolCall) -> str:
     return json.dumps({"name": call.name, "parameters": call.arguments})
 
 
-def xml(call: Call) -> str:
+def xml(call: ToolCall) -> str:
     parameters = "".join(f"<parameter={name}>\n{value}\n</parameter>\n" for name, value in call.arguments.items())
     return f"<tool_call>\n<function={call.name}>\n{parameters}</function>\n</tool_call>"
 
@@ -32,15 +32,15 @@ JSON: Any = st.recursive(
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
     max_leaves=6,
 )
-CALLS = st.builds(Call, st.text(min_size=1), st.dictionaries(st.text(), JSON, max_size=3))
+CALLS = st.builds(ToolCall, st.text(min_size=1), st.dictionaries(st.text(), JSON, max_size=3))
 # Text is all that this format has, without its own tags; names of parameters are names of Python.
 WORDS = st.from_regex(r"[a-z_]\w*", fullmatch=True)
 TEXTS = st.text(st.characters(exclude_characters="<", exclude_categories=["Cs"]))
-XML_CALLS = st.builds(Call, WORDS, st.dictionaries(WORDS, TEXTS, max_size=3))
+XML_CALLS = st.builds(ToolCall, WORDS, st.dictionaries(WORDS, TEXTS, max_size=3))
 
 
 @given(st.lists(CALLS, min_size=1, max_size=3), st.sampled_from(["", "I call a tool.\n", "\n"]))
-def test_round_trip_of_json(calls: list[Call], before: str) -> None:
+def test_round_trip_of_json(calls: list[ToolCall], before: str) -> None:
     assert PARSERS["hermes"](before + "\n".join(map(hermes, calls))) == calls
     assert PARSERS["json"](before + ";".join(map(bare, calls))) == calls
     assert PARSERS["json"](before + "".join(f"```json\n{bare(call)}\n```\n" for call in calls)) == calls
@@ -48,7 +48,7 @@ def test_round_trip_of_json(calls: list[Call], before: str) -> None:
 
 
 @given(st.lists(XML_CALLS, min_size=1, max_size=3))
-def test_round_trip_of_xml(calls: list[Call]) -> None:
+def test_round_trip_of_xml(calls: list[ToolCall]) -> None:
     assert PARSERS["xml"]("text\n" + "\n".join(map(xml, calls))) == calls
 
 
@@ -65,7 +65,7 @@ FRAGMENTS = st.sampled_from(
 def test_no_text_makes_a_parser_raise(text: str) -> None:
     for parse in PARSERS.values():
         for found in parse(text):
-            assert found.reason if isinstance(found, Malformed) else found.name
+            assert found.reason if isinstance(found, MalformedCall) else found.name
 
 
 @pytest.mark.parametrize("before", ["", "<tool_call>", "<function=f>", "```json\n", "<parameter=x>"])
@@ -81,19 +81,19 @@ def test_long_texts_take_no_quadratic_time(before: str) -> None:
         ("hermes", "no call", []),
         ("hermes", '<tool_call>{"name": "add", "arguments": {"a": 1, "b": "x"}}', [ADD]),  # cut off behind the object
         ("hermes", '<tool_call>{"name": "add", "arguments": "{\\"a\\": 1, \\"b\\": \\"x\\"}"}</tool_call>', [ADD]),
-        ("hermes", '<tool_call>{"name": "now"}</tool_call>', [Call("now", {})]),
-        ("hermes", '<tool_call>{"name": "now", "arguments": null}</tool_call>', [Call("now", {})]),
-        ("hermes", hermes(Call("f", {"x": "</tool_call>"})), [Call("f", {"x": "</tool_call>"})]),
+        ("hermes", '<tool_call>{"name": "now"}</tool_call>', [ToolCall("now", {})]),
+        ("hermes", '<tool_call>{"name": "now", "arguments": null}</tool_call>', [ToolCall("now", {})]),
+        ("hermes", hermes(ToolCall("f", {"x": "</tool_call>"})), [ToolCall("f", {"x": "</tool_call>"})]),
         ("json", f"{bare(ADD)} and text", [ADD]),
         ("json", f"<|python_tag|>{bare(ADD)}", [ADD]),
         ("json", '{"answer": 3}', []),
         ("json", "[1, 2]", []),
         ("json", 'The call {"name": "add", "arguments": {}} is within a line', []),
-        ("xml", "<function=f></function>", [Call("f", {})]),
-        ("xml", "<function=f><parameter=x>a\n\n</parameter></function>", [Call("f", {"x": "a\n"})]),
+        ("xml", "<function=f></function>", [ToolCall("f", {})]),
+        ("xml", "<function=f><parameter=x>a\n\n</parameter></function>", [ToolCall("f", {"x": "a\n"})]),
     ],
 )  # fmt: skip
-def test_texts(name: str, text: str, expected: list[Call]) -> None:
+def test_texts(name: str, text: str, expected: list[ToolCall]) -> None:
     assert PARSERS[name](text) == expected
 
 
@@ -114,7 +114,7 @@ def test_texts(name: str, text: str, expected: list[Call]) -> None:
 )
 def test_malformed_calls(name: str, text: str, tool: str, part: str) -> None:
     (found,) = PARSERS[name](text)
-    assert isinstance(found, Malformed) and found.name == tool and re.search(part, found.reason), found
+    assert isinstance(found, MalformedCall) and found.name == tool and re.search(part, found.reason), found
 
 
 @pytest.mark.parametrize(
@@ -133,9 +133,9 @@ def test_thinking(text: str, in_thinking: bool, left: str) -> None:
 
 def test_the_next_call_is_read_after_a_malformed_one() -> None:
     found = PARSERS["hermes"](f"<tool_call>no</tool_call>{hermes(ADD)}")
-    assert isinstance(found[0], Malformed) and found[1:] == [ADD]
+    assert isinstance(found[0], MalformedCall) and found[1:] == [ADD]
     found = PARSERS["xml"](f"<function=f>no{xml(ADD)}")
-    assert isinstance(found[0], Malformed) and found[1:] == [Call("add", {"a": "1", "b": "x"})]
+    assert isinstance(found[0], MalformedCall) and found[1:] == [ToolCall("add", {"a": "1", "b": "x"})]
 
 
 def test_the_format_of_a_template() -> None:

@@ -126,7 +126,7 @@ def test_a_rank_that_stops_is_found(workspace: Workspace, slurm_cluster: Cluster
     run = submit(workspace, "sft", "short", "slurm.requeue=false")
     freeze(slurm_cluster, "node2", RANK)
     line, _ = check_ended(workspace, slurm_cluster, run, SFT[0].message)
-    assert re.search(r"no sign of life for \d+ s in \w+ of step \d+; the stacks of all processes are in", line)
+    assert re.search(r"no heartbeat for \d+ s in \w+ of step \d+; the stacks of all processes are in", line)
     stacks = {path.name.rpartition("-")[0]: path.read_text() for path in (run / "attempt-1" / "stacks").iterdir()}
     assert set(stacks) == {"node0-rank-0", "node1-rank-1"}
     assert (
@@ -197,7 +197,7 @@ def test_a_rank_that_sleeps_is_found(
     sleeps = pause_in(workspace, "hpc_rl.finetune.trainer:decisions", node="node2", mark="sleep")
     run = submit(workspace, "sft", "sleeps", "slurm.requeue=false", *sleeps)
     (run / "sleep").touch()
-    message = r"rank 1 on node node2: no sign of life for \d+ s in forward_backward of step \d+"
+    message = r"rank 1 on node node2: no heartbeat for \d+ s in forward_backward of step \d+"
     workspace.wait_until(lambda: (run / "attempt-1" / ".hang").exists(), "the hang to be found")
     detected_s = time.time() - (run / "paused").stat().st_mtime
     line, left = check_ended(workspace, slurm_cluster, run, message)

@@ -6,7 +6,17 @@ from typing import Any
 
 import pytest
 
-from hpc_rl.formats.typed_json import JOB, STATUS, is_count, is_integer, is_job_id, is_number, is_time, kept, object_of
+from hpc_rl.formats.typed_json import (
+    JOB,
+    STATUS,
+    is_count,
+    is_integer,
+    is_job_id,
+    is_number,
+    is_time,
+    object_of,
+    well_typed,
+)
 
 
 @pytest.mark.parametrize(
@@ -36,7 +46,7 @@ def test_what_a_value_can_be(check: Any, right: list[Any], wrong: list[Any]) -> 
 
 
 def test_values_of_another_type_are_left_out() -> None:
-    assert kept({"job_id": "7", "pid": "x", "kind": 3, "other": []}, JOB) == {"job_id": "7", "other": []}
+    assert well_typed({"job_id": "7", "pid": "x", "kind": 3, "other": []}, JOB) == {"job_id": "7", "other": []}
     right = {"job_id": None, "state": "OUT_OF_MEMORY", "attempt": 1, "exit_code": None}
-    assert kept(right, STATUS) == right
-    assert kept({"job_id": "/", "state": "done\x1b", "attempt": -1, "exit_code": "1"}, STATUS) == {}
+    assert well_typed(right, STATUS) == right
+    assert well_typed({"job_id": "/", "state": "done\x1b", "attempt": -1, "exit_code": "1"}, STATUS) == {}

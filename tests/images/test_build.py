@@ -16,7 +16,7 @@ import pytest
 from hpc_rl import __version__
 from hpc_rl.errors import UserError
 from hpc_rl.images import build
-from hpc_rl.images.build import ImageOrder, file_sha256, make
+from hpc_rl.images.build import ImageBuild, file_sha256, make
 from hpc_rl.images.definition import Builder, ImageSource, build_argv, cause_of_failure, definition_args, parse_source
 from hpc_rl.images.wheel import pack_wheel
 from tests.fake_apptainer import FakeApptainer, sif_bytes
@@ -240,5 +240,5 @@ def test_what_cannot_be_built_is_refused_at_once(bench: Bench, monkeypatch: pyte
     monkeypatch.setenv("TMPDIR", str(bench.work))
     monkeypatch.setattr(build.shutil, "disk_usage", lambda _path: SimpleNamespace(free=5))
     with pytest.raises(UserError, match=r"has 5 bytes free, and building from .* may take 28: set TMPDIR"):
-        make(ImageOrder(parse_source(f"docker-archive:{bench.tmp}/a.tar"), bench.out / "x.sif"))
+        make(ImageBuild(parse_source(f"docker-archive:{bench.tmp}/a.tar"), bench.out / "x.sif"))
     assert bench.left() == []

@@ -218,7 +218,7 @@ def test_the_two_records_of_a_rank_on_a_gpu_are_compared_together(tmp_path: Path
     for rank, entries in enumerate(nccl):
         (tmp_path / f"flight-a-rank{rank}").write_bytes(pickle.dumps(dump(*entries)))
         (tmp_path / f"flight-a-rank{rank}.gloo").write_bytes(pickle.dumps(dump(*host[rank])))
-    first, second = flight_records.findings(tmp_path)
+    first, second = flight_records.wait_causes(tmp_path)
     assert (first.ranks, second.ranks) == ((2,), (2,))
     assert "ranks 0, 2 did not reach all_gather [[8]], number 8 of group default_pg (gloo)," in second.line
     assert first.names == ["rank 2 of pool a"] and first.line.endswith(" of pool a")

@@ -12,21 +12,21 @@ from pathlib import Path
 import pytest
 
 from hpc_rl.liveness import heartbeat, stacks
-from hpc_rl.liveness.heartbeat import ENV_HEARTBEATS, Beat, Heart, beats_in_calls, read_beat
+from hpc_rl.liveness.heartbeat import ENV_HEARTBEATS, Heartbeat, HeartbeatWriter, beats_in_calls, read_heartbeat
 from tests.sandbox.processes import DEADLINE_S
 
 
 @pytest.fixture
-def heart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Heart:
+def heart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> HeartbeatWriter:
     monkeypatch.setenv(ENV_HEARTBEATS, str(tmp_path))
     monkeypatch.setattr(stacks, "answer_requests", lambda _path: None)  # it would stay registered in this process
-    found = Heart()
+    found = HeartbeatWriter()
     found.begin("rank 1")
     return found
 
 
-def beat_of(folder: Path) -> Beat:
-    found = read_beat(folder / f"{os.getpid()}.beat")
+def beat_of(folder: Path) -> Heartbeat:
+    found = read_heartbeat(folder / f"{os.getpid()}.heartbeat")
     assert found is not None
     return found
 
@@ -35,11 +35,11 @@ def test_a_pickle_names_the_heart_of_the_process() -> None:
     assert pickle.loads(pickle.dumps(heartbeat.heart)) is heartbeat.heart
 
 
-def test_a_process_records_its_phase_and_step(heart: Heart, tmp_path: Path) -> None:
-    assert beat_of(tmp_path) == Beat(os.getpid(), "rank 1", "run", 0, is_first=True, waits=False, count=1)
+def test_a_process_records_its_phase_and_step(heart: HeartbeatWriter, tmp_path: Path) -> None:
+    assert beat_of(tmp_path) == Heartbeat(os.getpid(), "rank 1", "run", 0, is_first=True, waits=False, count=1)
     heart.at_step(7)
     with heart.phase("data"):
-        assert beat_of(tmp_path) == Beat(os.getpid(), "rank 1", "data", 7, is_first=True, waits=False, count=3)
+        assert beat_of(tmp_path) == Heartbeat(os.getpid(), "rank 1", "data", 7, is_first=True, waits=False, count=3)
         heart.beat()
         assert beat_of(tmp_path).count == 4
     assert (beat_of(tmp_path).phase, beat_of(tmp_path).count) == ("run", 5)
@@ -52,7 +52,7 @@ def test_a_process_records_its_phase_and_step(heart: Heart, tmp_path: Path) -> N
     assert (beat_of(tmp_path).phase, beat_of(tmp_path).step) == ("run", 8)
 
 
-def test_waiting_is_not_work(heart: Heart, tmp_path: Path) -> None:
+def test_waiting_is_not_work(heart: HeartbeatWriter, tmp_path: Path) -> None:
     with heart.phase("gen"):
         with heart.waiting():
             assert (beat_of(tmp_path).phase, beat_of(tmp_path).waits) == ("gen", True)
@@ -61,13 +61,13 @@ def test_waiting_is_not_work(heart: Heart, tmp_path: Path) -> None:
         assert beat_of(tmp_path).waits is False
 
 
-def test_a_phase_that_fails_ends_too(heart: Heart, tmp_path: Path) -> None:
+def test_a_phase_that_fails_ends_too(heart: HeartbeatWriter, tmp_path: Path) -> None:
     with pytest.raises(ValueError), heart.phase("data"):
         raise ValueError
     assert beat_of(tmp_path).phase == "run"
 
 
-def test_other_threads_beat_and_have_no_phases(heart: Heart, tmp_path: Path) -> None:
+def test_other_threads_beat_and_have_no_phases(heart: HeartbeatWriter, tmp_path: Path) -> None:
     def work() -> None:
         with heart.phase("theirs"):
             heart.beat()
@@ -80,7 +80,7 @@ def test_other_threads_beat_and_have_no_phases(heart: Heart, tmp_path: Path) -> 
         assert (beat_of(tmp_path).phase, beat_of(tmp_path).count) == ("mine", before + 1)
 
 
-def test_an_actor_beats_in_its_calls(heart: Heart, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_actor_beats_in_its_calls(heart: HeartbeatWriter, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(heartbeat, "heart", heart)
 
     @beats_in_calls
@@ -99,7 +99,7 @@ def test_an_actor_beats_in_its_calls(heart: Heart, tmp_path: Path, monkeypatch: 
 
 def test_without_a_folder_nothing_happens(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.delenv(ENV_HEARTBEATS, raising=False)
-    heart = Heart()
+    heart = HeartbeatWriter()
     heart.begin("rank 0")
     with heart.phase("data"), heart.waiting():
         heart.at_step(1)
@@ -109,9 +109,9 @@ def test_without_a_folder_nothing_happens(monkeypatch: pytest.MonkeyPatch, tmp_p
 
 @pytest.mark.parametrize("content", [b"", b"{", b'{"pid": 1}', b'{"pid": 1, "name": "a", "further": 2}'])
 def test_a_broken_file_is_no_beat(tmp_path: Path, content: bytes) -> None:
-    (tmp_path / "1.beat").write_bytes(content)
-    assert read_beat(tmp_path / "1.beat") is None
-    assert read_beat(tmp_path / "2.beat") is None
+    (tmp_path / "1.heartbeat").write_bytes(content)
+    assert read_heartbeat(tmp_path / "1.heartbeat") is None
+    assert read_heartbeat(tmp_path / "2.heartbeat") is None
 
 
 PROGRAM = """

@@ -14,7 +14,6 @@ import pytest
 
 from hpc_rl.node import ending
 from hpc_rl.node.causes import End, Kind
-from hpc_rl.node.company import Company, Lead, Mate, join, lead
 from hpc_rl.node.ending import (
     ASKED_REPORT_S,
     LINGER_S,
@@ -27,7 +26,8 @@ from hpc_rl.node.ending import (
     next_step,
     settle,
 )
-from hpc_rl.node.meeting import Meeting
+from hpc_rl.node.peers import Coordinator, Participant, Peers, coordinate, join
+from hpc_rl.node.rendezvous import Rendezvous
 from hpc_rl.run_dir import lost_file, outcome_file, read_outcome
 
 DEADLINE_S = 600
@@ -88,17 +88,17 @@ class Nodes:
         self.shown: list[str] = []
         self._linger_s = linger_s
         self._pool = ThreadPoolExecutor(count)
-        self.company: list[Company] = [lead(Meeting(folder, self.names, 0), "127.0.0.1")]
-        self.company += [join(Meeting(folder, self.names, rank), DEADLINE_S) for rank in range(1, count)]
+        self.peers: list[Peers] = [coordinate(Rendezvous(folder, self.names, 0), "127.0.0.1")]
+        self.peers += [join(Rendezvous(folder, self.names, rank), DEADLINE_S) for rank in range(1, count)]
 
     @property
-    def head(self) -> Lead:
-        assert isinstance(self.company[0], Lead)
-        return self.company[0]
+    def head(self) -> Coordinator:
+        assert isinstance(self.peers[0], Coordinator)
+        return self.peers[0]
 
-    def mate(self, rank: int) -> Mate:
-        found = self.company[rank]
-        assert isinstance(found, Mate)
+    def participant(self, rank: int) -> Participant:
+        found = self.peers[rank]
+        assert isinstance(found, Participant)
         return found
 
     def ends(self, rank: int, exit_code: int, kind: Kind = Kind.OWN) -> "Future[int]":
@@ -106,8 +106,8 @@ class Nodes:
         own = End(rank, exit_code, kind, f"node {self.names[rank]} ended with {exit_code}")
 
         def run() -> int:
-            code = settle(self.company[rank], own, self.asked[rank], self._show, self._linger_s)
-            leave(self.company[rank], self.asked[rank])
+            code = settle(self.peers[rank], own, self.asked[rank], self._show, self._linger_s)
+            leave(self.peers[rank], self.asked[rank])
             return code
 
         return self._pool.submit(run)
@@ -123,9 +123,9 @@ def until(condition: Callable[[], bool], what: str) -> None:
         time.sleep(0.01)
 
 
-def asked_to_end(mate: Mate) -> bool:
-    mate.poll()
-    return mate.must_end
+def asked_to_end(participant: Participant) -> bool:
+    participant.poll()
+    return participant.must_end
 
 
 def test_a_saved_run_stays_saved_whichever_node_is_last(tmp_path: Path) -> None:
@@ -143,7 +143,7 @@ def test_a_failure_ends_all_and_its_code_is_that_of_the_job(tmp_path: Path) -> N
     nodes = Nodes(tmp_path, 3)
     assert (tmp_path / ".roll-call").stat().st_mode & 0o077 == 0
     cut = nodes.ends(0, 1, Kind.CONNECTION)
-    until(lambda: asked_to_end(nodes.mate(1)) and asked_to_end(nodes.mate(2)), "all are asked")
+    until(lambda: asked_to_end(nodes.participant(1)) and asked_to_end(nodes.participant(2)), "all are asked")
     assert not cut.done()
     others = [nodes.ends(1, 143, Kind.TERMINATED), nodes.ends(2, KILLED)]
     assert [node.result(DEADLINE_S) for node in (cut, *others)] == [KILLED] * 3
@@ -153,7 +153,7 @@ def test_a_failure_ends_all_and_its_code_is_that_of_the_job(tmp_path: Path) -> N
 def test_the_end_of_a_driver_is_that_of_the_job(tmp_path: Path) -> None:
     nodes = Nodes(tmp_path, 2, linger_s=0)
     head = nodes.ends(0, SAVED)
-    until(lambda: asked_to_end(nodes.mate(1)), "the other node is asked")
+    until(lambda: asked_to_end(nodes.participant(1)), "the other node is asked")
     assert nodes.ends(1, OK).result(DEADLINE_S) == head.result(DEADLINE_S) == SAVED
 
 
@@ -161,7 +161,7 @@ def test_processes_that_hang_after_node_0_has_ended(tmp_path: Path, monkeypatch:
     monkeypatch.setattr(ending, "LINGER_S", 0.2)
     nodes = Nodes(tmp_path, 2, linger_s=0.2)
     head = nodes.ends(0, OK)
-    until(lambda: asked_to_end(nodes.mate(1)), "the other node is asked")
+    until(lambda: asked_to_end(nodes.participant(1)), "the other node is asked")
     assert nodes.ends(1, 143, Kind.TERMINATED).result(DEADLINE_S) == head.result(DEADLINE_S) == 1
     assert nodes.shown == ["processes on node b still run 0 s after those of node a ended: they hang"]
 
@@ -186,8 +186,8 @@ def test_slurm_ends_the_job_without_an_outcome(tmp_path: Path) -> None:
 
 def test_a_node_that_failed_before_it_called_is_the_cause(tmp_path: Path) -> None:
     nodes = Nodes(tmp_path, 2)
-    nodes.mate(1).close()
-    Meeting(tmp_path, nodes.names, 1).fail(2)
+    nodes.participant(1).close()
+    Rendezvous(tmp_path, nodes.names, 1).fail(2)
     until(lambda: nodes.head.poll() or nodes.head.must_end, "the failure is seen")
     assert nodes.ends(0, 143, Kind.TERMINATED).result(DEADLINE_S) == 2
     assert nodes.shown == [""]
@@ -196,7 +196,7 @@ def test_a_node_that_failed_before_it_called_is_the_cause(tmp_path: Path) -> Non
 def test_a_killed_entry_of_another_node(tmp_path: Path) -> None:
     nodes = Nodes(tmp_path, 2)
     nodes.head.poll()
-    nodes.mate(1).close()
+    nodes.participant(1).close()
     until(lambda: nodes.head.poll() or nodes.head.must_end, "the loss is seen")
     assert nodes.ends(0, 1, Kind.CONNECTION).result(DEADLINE_S) == KILLED
     assert "the node entry on node b was killed: its processes ended without a report" in nodes.shown[0]
@@ -205,30 +205,30 @@ def test_a_killed_entry_of_another_node(tmp_path: Path) -> None:
 HEAD = """
 import sys
 from pathlib import Path
-from hpc_rl.node.company import lead
-from hpc_rl.node.meeting import Meeting
-company = lead(Meeting(Path(sys.argv[1]), ("a", "b", "c"), 0), "127.0.0.1")
+from hpc_rl.node.peers import coordinate
+from hpc_rl.node.rendezvous import Rendezvous
+peers = coordinate(Rendezvous(Path(sys.argv[1]), ("a", "b", "c"), 0), "127.0.0.1")
 while True:
-    company.poll()
+    peers.poll()
 """
 
 
 def test_the_others_agree_after_the_entry_of_node_0_is_killed(tmp_path: Path) -> None:
     names = ("a", "b", "c")
     with subprocess.Popen([sys.executable, "-c", HEAD, str(tmp_path)]) as head:
-        mates = [join(Meeting(tmp_path, names, rank), DEADLINE_S) for rank in (1, 2)]
+        participants = [join(Rendezvous(tmp_path, names, rank), DEADLINE_S) for rank in (1, 2)]
         os.kill(head.pid, signal.SIGKILL)
     shown: list[End | None] = []
     with ThreadPoolExecutor(2) as pool:
         never = threading.Event()
         own = [End(1, 143, Kind.TERMINATED), End(2, 1, Kind.CONNECTION)]
-        codes = list(pool.map(lambda mate, end: settle(mate, end, never, shown.append), mates, own))
+        codes = list(pool.map(lambda one, end: settle(one, end, never, shown.append), participants, own))
     assert codes == [KILLED, KILLED] and read_outcome(tmp_path) == KILLED
     assert len(shown) == 1 and shown[0] and shown[0].text.startswith("the node entry on node a was killed")
 
 
 def test_one_node_listens_nowhere(tmp_path: Path) -> None:
-    alone = lead(Meeting(tmp_path, ("a",), 0), "127.0.0.1")
+    alone = coordinate(Rendezvous(tmp_path, ("a",), 0), "127.0.0.1")
     shown: list[End | None] = []
     assert settle(alone, End(0, 3), threading.Event(), shown.append) == 3
     leave(alone, threading.Event())

@@ -12,7 +12,7 @@ PROGRAM = """
 import os, signal, sys
 from hpc_rl.node.entry import run_with_others
 
-code = run_with_others(lambda allocation, meeting: int(os.environ.get("CODE", 75)))
+code = run_with_others(lambda allocation, rendezvous: int(os.environ.get("CODE", 75)))
 if code == 2:
     sys.exit(code)
 os.kill(os.getpid(), signal.SIGTERM)  # as Slurm does when another node has ended first

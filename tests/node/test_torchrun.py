@@ -32,7 +32,7 @@ def test_what_the_user_exported_wins() -> None:
         "PATH": "/bin",
         "NCCL_DEBUG": "INFO",
         "TMPDIR": str(SCRATCH),  # which is not in the user's, so that one cannot be used
-        "HPC_RL_HEARTBEATS": str(SCRATCH / "beats"),
+        "HPC_RL_HEARTBEATS": str(SCRATCH / "heartbeats"),
         "OMP_NUM_THREADS": "2",
         "TOKENIZERS_PARALLELISM": "true",
         "GLOO_SOCKET_IFNAME": "ib0",

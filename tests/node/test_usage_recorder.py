@@ -12,7 +12,7 @@ import pytest
 
 from hpc_rl.errors import UserError
 from hpc_rl.formats.usage import Gpu, read_usage
-from hpc_rl.node.usage_recorder import INTERVAL_S, interval, recording_usage, used
+from hpc_rl.node.usage_recorder import INTERVAL_S, interval, recording_usage, resource_usage
 from hpc_rl.slurm.allocation import Allocation
 from hpc_rl.system.processes import descendants
 from tests.node.test_gpus import fake_nvidia_smi
@@ -97,7 +97,7 @@ def test_memory_counts_what_is_shared_once() -> None:
     try:
         assert program.stdout is not None
         program.stdout.readline(), program.stdout.readline()
-        assert 100 << 20 < used(program.pid).memory < 160 << 20
+        assert 100 << 20 < resource_usage(program.pid).memory < 160 << 20
     finally:
         for pid in descendants(program.pid):
             os.kill(pid, signal.SIGKILL)

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from hpc_rl.config.rl.reward import OptionalRewardConfig
-from hpc_rl.environments.protocol import Outcome
+from hpc_rl.environments.protocol import EpisodeResult
 from hpc_rl.rewards.scorer import Scores
 from hpc_rl.rl.actors.calls import Pending
 from hpc_rl.rl.converse.transcripts import Conversed
@@ -18,12 +18,17 @@ from hpc_rl.rl.loop.scoring import NO_REWARD, EnvironmentScoring, last_turns, re
 from hpc_rl.rl.rollout.engine import Completion
 
 
-def conversed(outcome: Outcome, *ids: int) -> Conversed:
+def conversed(outcome: EpisodeResult, *ids: int) -> Conversed:
     found = np.array(ids or [1], np.int32)
     return Conversed(found, found.astype(np.float32), True, outcome=outcome, messages=[], turns=1, mask=found > 0)
 
 
-OUTCOMES = [Outcome(1.0, {"calls": 2.0}), Outcome(None, error="late"), Outcome(-3.0), Outcome(None)]
+OUTCOMES = [
+    EpisodeResult(1.0, {"calls": 2.0}),
+    EpisodeResult(None, error="late"),
+    EpisodeResult(-3.0),
+    EpisodeResult(None),
+]
 
 
 class Other:

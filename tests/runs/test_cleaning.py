@@ -10,11 +10,11 @@ from hpc_rl import run_dir
 from hpc_rl.cli import app
 from hpc_rl.cli.text import size_text
 from hpc_rl.errors import UserError
-from hpc_rl.run_dir import SWEEP_MARK, TOKENIZED, RunDir, submitting
+from hpc_rl.run_dir import SWEEP_MARK, TOKENIZED, RunDir
 from hpc_rl.runs import cleaning
 from hpc_rl.runs.cleaning import (
     DAY_S,
-    Usage,
+    DiskUsage,
     leftovers,
     old_checkpoints,
     older_than,
@@ -24,7 +24,7 @@ from hpc_rl.runs.cleaning import (
     usage_of,
     whole_runs,
 )
-from hpc_rl.runs.folders import runs_below
+from hpc_rl.runs.folders import runs_below, submitting
 from hpc_rl.runs.status import RunStatus, status_of
 from hpc_rl.system import entries
 from hpc_rl.training.checkpoints import checksums, folders
@@ -44,8 +44,8 @@ def make_run(folder: Path, name: str, state: str = "COMPLETED", steps: tuple[int
     return run
 
 
-def usage(run: RunDir, *, active: bool = False, age_s: float = 0) -> Usage:
-    return Usage(run, "RUNNING" if active else "COMPLETED", active, 0, 0, 77, age_s)
+def usage(run: RunDir, *, active: bool = False, age_s: float = 0) -> DiskUsage:
+    return DiskUsage(run, "RUNNING" if active else "COMPLETED", active, 0, 0, 77, age_s)
 
 
 def test_sizes_of_a_run(tmp_path: Path) -> None:
@@ -215,7 +215,7 @@ def test_a_run_that_slurm_cannot_tell_of_is_active() -> None:
 
 
 def make_entry(root: Path, name: str, size: int, age_s: float = 0.0) -> Path:
-    building = entries.Building(root, name)
+    building = entries.EntryWriter(root, name)
     (building.folder / "part").write_bytes(bytes(size))
     (building.folder / "data.json").write_text(json.dumps({"files": ["a.jsonl", "b.jsonl"]}))
     building.publish()

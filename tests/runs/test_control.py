@@ -80,7 +80,7 @@ PENDING = RunStatus("a", "a", "7", "PENDING")
 def test_a_job_that_queued_itself_again_ends_when_it_has_looked_ended_for_a_minute(
     looks: list[tuple[float, RunStatus]], ends_at: float | None
 ) -> None:
-    ending = control.Ending()
+    ending = control.EndDetector()
     assert next((at for at, now in looks if ending.seen(now, at)), None) == ends_at
 
 

@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 
 from hpc_rl.run_dir import RunDir
-from hpc_rl.runs.follow import RunView
-from hpc_rl.tracking.progress import ProgressView
+from hpc_rl.runs.follow import ProgressView, RunView
 
 
 def test_the_progress_has_all_lines_of_a_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,7 +10,7 @@ from hpc_rl.errors import UserError
 from hpc_rl.run_dir import RunDir
 from hpc_rl.runs import reporting
 from hpc_rl.runs.status import RunStatus, statuses_of
-from hpc_rl.slurm.accounting import Start
+from hpc_rl.slurm.accounting import JobStart
 from hpc_rl.slurm.place import Place
 from hpc_rl.tracking.history import read_history
 from tests.tracking.runs import BEGAN, make_run
@@ -118,9 +118,9 @@ def test_accounting_is_asked_once_for_all_runs(root: Path, monkeypatch: pytest.M
     end(runs[2], "COMPLETED")
     asked: list[list[str]] = []
 
-    def job_starts(job_ids: list[str], _place: Place) -> list[Start]:
+    def job_starts(job_ids: list[str], _place: Place) -> list[JobStart]:
         asked.append(job_ids)
-        return [Start("7", "TIMEOUT", 0, BEGAN, BEGAN + 7200, 2)]
+        return [JobStart("7", "TIMEOUT", 0, BEGAN, BEGAN + 7200, 2)]
 
     monkeypatch.setattr(reporting.commands, "job_starts", job_starts)
     found = reporting.accounted_histories(runs, statuses_of(runs))

@@ -20,15 +20,16 @@ import pytest
 
 from hpc_rl.errors import UserError
 from hpc_rl.images.build import _workplace
-from hpc_rl.run_dir import RunDir, submitting
+from hpc_rl.run_dir import RunDir
 from hpc_rl.runs import control
+from hpc_rl.runs.folders import submitting
 from hpc_rl.runs.status import status_of
-from hpc_rl.software.jit_caches import kept_folder
+from hpc_rl.software.jit_caches import cache_folder
 from hpc_rl.submission.preflight.folders import check_run_dir
 from hpc_rl.submission.requeue import _own_script, requeue
 from hpc_rl.submission.script.render import support_text
 from hpc_rl.system.files import read_json, tail, write_atomically
-from hpc_rl.system.scratch import held_scratch, job_folders, local_folder, remove_recorded, remove_scratch
+from hpc_rl.system.scratch import job_folders, job_scratch, local_folder, remove_recorded, remove_scratch
 from tests.fake_slurm import calls, fake_slurm
 from tests.security.intruder import as_intruder
 from tests.security.users import INTRUDER, VICTIM, copy_of_this_process, needs_root
@@ -95,7 +96,7 @@ def refused(what: Callable[[], object], said: str) -> None:
 
 def works_on_the_node(place: Place) -> None:
     """A job gets its folder and removes it; nothing of the user's is touched."""
-    with held_scratch(place.environ, "7", place.private, 0) as folder:
+    with job_scratch(place.environ, "7", place.private, 0) as folder:
         assert folder.stat().st_mode & 0o777 == 0o700 and folder.stat().st_uid == VICTIM
         assert folder.parent == place.shared
     assert not folder.exists()
@@ -132,7 +133,7 @@ def removes_nothing(place: Place) -> None:
 
 
 def keeps_no_cache(place: Place) -> None:
-    assert kept_folder(place.shared) is None
+    assert cache_folder(place.shared) is None
     works_on_the_node(place)
 
 
@@ -248,7 +249,7 @@ def refuses_the_lock(place: Place) -> None:
 def uses_tmp(place: Place) -> None:
     disk = place.shared.parent / "open"  # like a badly configured local disk
     assert local_folder({"TMPDIR": str(disk)}) == Path("/tmp")
-    assert kept_folder(disk) is None
+    assert cache_folder(disk) is None
 
 
 @dataclass(frozen=True)

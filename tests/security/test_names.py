@@ -92,7 +92,7 @@ def program(text: str) -> list[str]:
 
 PROCESSES = """
 from hpc_rl.environments.pool import EnvironmentPool
-from hpc_rl.environments.requests import Wanted
+from hpc_rl.environments.requests import EnvironmentSpec
 from hpc_rl.rewards.processes import RewardProcesses
 """
 
@@ -106,7 +106,7 @@ def test_reward_processes(home: Path, spec: str) -> None:
 
 
 def test_environments_and_tools(home: Path) -> None:
-    asked = "pool = EnvironmentPool(Wanted('my_tools:Quiz', {}, [], 100), 1, 60.0)\n"
+    asked = "pool = EnvironmentPool(EnvironmentSpec('my_tools:Quiz', {}, [], 100), 1, 60.0)\n"
     asked += "talk = pool.start([], {})\ntalk.first.result(60)\nprint(talk.finish().result(60))\npool.close()"
     assert "0.25" in in_project(home, *program(PROCESSES + asked))
 

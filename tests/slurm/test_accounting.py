@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from hpc_rl.slurm.accounting import Start, read_starts
+from hpc_rl.slurm.accounting import JobStart, read_starts
 
 # Slurm 22.05.8 with slurmdbd: sacct -X -n -P --duplicates -o JobIDRaw,State,ExitCode,Start,End,NNodes -j 1
 # after `scontrol requeue 1`, with the clock in UTC.
@@ -26,7 +26,7 @@ def utc() -> Iterator[None]:
 
 def test_every_start_of_a_job() -> None:
     first, second = read_starts(RECORDED)
-    assert first == Start("1", "REQUEUED", 0, 1795257200.0, 1795257216.0, 2)
+    assert first == JobStart("1", "REQUEUED", 0, 1795257200.0, 1795257216.0, 2)
     assert (second.state, second.seconds) == ("COMPLETED", 17.0)
     assert read_starts("".join(reversed(RECORDED.splitlines(keepends=True)))) == [first, second]
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from hpc_rl.software import jit_caches
-from hpc_rl.software.jit_caches import VARIABLES, jit_cache_defaults, kept_folder
+from hpc_rl.software.jit_caches import VARIABLES, cache_folder, jit_cache_defaults
 
 
 @pytest.fixture
@@ -31,19 +31,19 @@ def test_caches_are_private_and_stay_for_the_next_job(disk: Path) -> None:
 
 
 def test_what_was_written_before_the_node_started_is_removed(disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    before = kept_folder(disk)
+    before = cache_folder(disk)
     assert before is not None
     before.mkdir(parents=True)
     (disk / "boot").write_text("another boot\n")
     monkeypatch.setattr(jit_caches, "_BOOT", disk / "boot")
-    after = kept_folder(disk)
+    after = cache_folder(disk)
     assert after is not None and after != before and not before.exists()
 
 
 def test_two_installations_share_nothing(disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    here = kept_folder(disk)
+    here = cache_folder(disk)
     monkeypatch.setattr(jit_caches.platform, "libc_ver", lambda: ("glibc", "1.0"))
-    assert kept_folder(disk) != here
+    assert cache_folder(disk) != here
 
 
 def a_link(folder: Path) -> None:
@@ -64,7 +64,7 @@ def open_to_others(folder: Path) -> None:
 def test_a_folder_that_another_user_may_have_made_is_not_used(disk: Path, make: object) -> None:
     assert callable(make)
     make(own(disk))
-    assert kept_folder(disk) is None
+    assert cache_folder(disk) is None
     found = jit_cache_defaults({"TMPDIR": str(disk)}, disk / "job-1")
     assert found["TRITON_CACHE_DIR"] == str(disk / "job-1" / "jit" / "triton")
 
@@ -76,17 +76,17 @@ def test_the_folder_of_another_user_is_not_used(disk: Path, monkeypatch: pytest.
     folder.mkdir(mode=0o700)
     monkeypatch.setattr(os, "getuid", lambda: me + 1)
     monkeypatch.setattr(os, "geteuid", lambda: me + 1)
-    assert kept_folder(disk) is None  # neither the folder nor what is above it is this user's
+    assert cache_folder(disk) is None  # neither the folder nor what is above it is this user's
 
 
 def test_a_place_where_others_can_replace_folders_is_not_used(disk: Path) -> None:
     disk.chmod(0o777)
-    assert kept_folder(disk) is None
+    assert cache_folder(disk) is None
     assert not own(disk).exists()
 
 
 @pytest.mark.parametrize("kind", ["tmpfs", "ramfs"])
 def test_caches_in_memory_end_with_the_job(disk: Path, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
     monkeypatch.setattr(jit_caches, "file_system", lambda path, mounts: kind)
-    assert kept_folder(disk) is None
+    assert cache_folder(disk) is None
     assert not own(disk).exists()

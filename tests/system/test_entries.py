@@ -14,9 +14,9 @@ from pathlib import Path
 import pytest
 
 from hpc_rl.system import entries
-from hpc_rl.system.entries import LOCK, Building, hold
+from hpc_rl.system.entries import LOCK, EntryWriter, hold
 
-BUILD = "building = entries.Building(root, 'one')"
+BUILD = "building = entries.EntryWriter(root, 'one')"
 HOLD = "held = entries.hold(root / 'one')"
 
 
@@ -35,7 +35,7 @@ def another(root: Path, work: str) -> Iterator[subprocess.Popen[str]]:
 
 
 def make(root: Path, name: str = "one", text: str = "x") -> Path:
-    building = Building(root, name)
+    building = EntryWriter(root, name)
     (building.folder / "file").write_text(text)
     building.publish()
     building.discard()
@@ -43,7 +43,7 @@ def make(root: Path, name: str = "one", text: str = "x") -> Path:
 
 
 def test_an_entry_is_complete_or_absent(tmp_path: Path) -> None:
-    building = Building(tmp_path, "one")
+    building = EntryWriter(tmp_path, "one")
     assert building.folder.stat().st_mode & 0o777 == 0o700
     (building.folder / "file").write_text("x")
     assert hold(tmp_path / "one") is None
@@ -52,13 +52,13 @@ def test_an_entry_is_complete_or_absent(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["one"]
     assert not entries.remove(tmp_path / "one"), "who has written it has not let go of it"
     building.discard()
-    other = Building(tmp_path, "one")
+    other = EntryWriter(tmp_path, "one")
     other.discard()
     assert [path.name for path in tmp_path.iterdir()] == ["one"]
 
 
 def test_the_first_of_two_entries_stays(tmp_path: Path) -> None:
-    slow = Building(tmp_path, "one")
+    slow = EntryWriter(tmp_path, "one")
     make(tmp_path, text="first")
     slow.publish()
     slow.discard()

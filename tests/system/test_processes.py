@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 from hpc_rl.system.processes import (
+    deferred_interrupts,
+    deferred_termination,
     descendants,
     end,
-    held_interrupts,
-    held_termination,
     python_with,
     shell_code,
     start,
@@ -101,7 +101,7 @@ def test_termination_is_forwarded_and_becomes_a_kill() -> None:
 
 def test_interrupts_are_deferred() -> None:
     before = signal.getsignal(signal.SIGINT)
-    with held_interrupts() as interrupted:
+    with deferred_interrupts() as interrupted:
         assert not interrupted()
         os.kill(os.getpid(), signal.SIGINT)
         assert interrupted()
@@ -118,7 +118,7 @@ def test_termination_is_held_for_this_process_only(tmp_path: Path) -> None:
     received: list[int] = []
     before = signal.signal(signal.SIGTERM, lambda number, _: received.append(number))
     try:
-        with held_termination(), (tmp_path / "out").open("wb") as out:
+        with deferred_termination(), (tmp_path / "out").open("wb") as out:
             signal.raise_signal(signal.SIGTERM)
             assert not received
             start(["grep", "SigBlk", "/proc/self/status"], os.environ, out).wait(600)

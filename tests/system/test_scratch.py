@@ -12,11 +12,11 @@ from hpc_rl.errors import UserError
 from hpc_rl.system import scratch
 from hpc_rl.system.disk import file_system
 from hpc_rl.system.scratch import (
-    held,
-    held_scratch,
     job_folders,
+    job_scratch,
     local_folder,
     local_folder_problem,
+    marked_in_use,
     own_scratch,
     programs_tmpdir,
     remove_abandoned,
@@ -31,20 +31,20 @@ def test_the_temporary_folder_is_private_and_goes_with_all_in_it(tmp_path: Path)
     node, attempt = tmp_path / "node", tmp_path / "attempt"
     node.mkdir()
     attempt.mkdir()
-    with held_scratch({"TMPDIR": str(node)}, "7", attempt, 1) as folder:
+    with job_scratch({"TMPDIR": str(node)}, "7", attempt, 1) as folder:
         assert folder.parent == node and re.fullmatch(rf"{os.getuid()}\.7\.[0-9a-f]{{6}}", folder.name)
         assert folder.stat().st_mode & 0o777 == 0o700
         assert (attempt / ".node1.scratch").read_text() == str(folder)
         (folder / "a" / "b").mkdir(parents=True)
     assert not any(node.iterdir())
-    with held_scratch({"TMPDIR": str(node)}, "7", attempt, 1) as another:
+    with job_scratch({"TMPDIR": str(node)}, "7", attempt, 1) as another:
         assert another != folder
 
 
-@pytest.mark.parametrize("folder", ["held_scratch(os.environ, '1', pathlib.Path('.'), 0)", "own_scratch(os.environ)"])
+@pytest.mark.parametrize("folder", ["job_scratch(os.environ, '1', pathlib.Path('.'), 0)", "own_scratch(os.environ)"])
 def test_folders_of_killed_jobs_are_removed_and_no_others(tmp_path: Path, folder: str) -> None:
     environ = {"TMPDIR": str(tmp_path), "SLURM_JOB_ID": "1"}
-    make = "import os, sys, pathlib; from hpc_rl.system.scratch import held_scratch, own_scratch\n"
+    make = "import os, sys, pathlib; from hpc_rl.system.scratch import job_scratch, own_scratch\n"
     hold = make + f"with {folder} as path: print(path, flush=True); input()"
     with subprocess.Popen(
         [sys.executable, "-c", hold], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=tmp_path,
@@ -56,13 +56,13 @@ def test_folders_of_killed_jobs_are_removed_and_no_others(tmp_path: Path, folder
     assert killed.is_dir() and job_folders(environ, "1") == [killed]
     own = tmp_path / f"{os.getuid()}.backup"
     own.mkdir()
-    with held_scratch(environ, "2", tmp_path, 0) as living, held_scratch(environ, "3", tmp_path, 0):
+    with job_scratch(environ, "2", tmp_path, 0) as living, job_scratch(environ, "3", tmp_path, 0):
         assert living.is_dir() and own.is_dir() and not killed.exists()
 
 
 def test_a_process_of_a_job_removes_its_own_folder(tmp_path: Path) -> None:
     environ = {"TMPDIR": str(tmp_path), "SLURM_JOB_ID": "7"}
-    with held_scratch(environ, "7", tmp_path, 0) as of_the_job, own_scratch(environ) as folder:
+    with job_scratch(environ, "7", tmp_path, 0) as of_the_job, own_scratch(environ) as folder:
         assert folder.stat().st_mode & 0o777 == 0o700 and folder != of_the_job
         (folder / "file").touch()
         remove_abandoned([folder])
@@ -79,11 +79,11 @@ def test_a_folder_that_is_still_in_use_is_left_to_the_next_job(
 ) -> None:
     environ = {"TMPDIR": str(tmp_path)}
     monkeypatch.setattr(scratch, "remove_scratch", lambda folder: bool((folder / ".hpc-rl").unlink()))
-    with pytest.raises(KeyError), held_scratch(environ, "1", tmp_path, 0) as left:
+    with pytest.raises(KeyError), job_scratch(environ, "1", tmp_path, 0) as left:
         raise KeyError
     assert left.is_dir() and "is still in use" in capsys.readouterr().err
     monkeypatch.undo()
-    with held_scratch(environ, "2", tmp_path, 0):
+    with job_scratch(environ, "2", tmp_path, 0):
         assert not left.exists()
 
 
@@ -101,7 +101,7 @@ def test_a_folder_that_cannot_be_created_is_an_error_and_leaves_nothing(tmp_path
     environ = {"TMPDIR": str(tmp_path)}
     with (
         pytest.raises(UserError, match="cannot be created: No such file"),
-        held_scratch(environ, "7", tmp_path / "no", 0),
+        job_scratch(environ, "7", tmp_path / "no", 0),
     ):
         pass
     assert not any(tmp_path.iterdir())
@@ -138,7 +138,7 @@ def test_a_file_system_without_locks_is_no_error(tmp_path: Path, monkeypatch: py
         raise OSError(38, "Function not implemented")
 
     monkeypatch.setattr(fcntl, "flock", refuse)
-    with held(tmp_path):
+    with marked_in_use(tmp_path):
         remove_abandoned([tmp_path])
         assert tmp_path.is_dir()
 
@@ -186,7 +186,7 @@ def test_a_folder_whose_files_cannot_be_executed_is_not_used(
         assert local_folder(environ) == Path("/tmp")
         said = f"files in {disk.path} cannot be executed (the file system is mounted with noexec): /tmp is used instead"
         assert local_folder_problem(environ) == said
-        with held_scratch(environ, "7", tmp_path, 0) as folder:
+        with job_scratch(environ, "7", tmp_path, 0) as folder:
             assert folder.parent == Path("/tmp")
             assert programs_tmpdir(environ, folder) == str(folder)
             assert folder in job_folders(environ, "7")

@@ -4,7 +4,7 @@ import json
 import os
 from pathlib import Path
 
-from hpc_rl.slurm.accounting import Start
+from hpc_rl.slurm.accounting import JobStart
 from hpc_rl.tracking.history import KILLED, Attempt, History, ended_with, read_history, with_accounting
 from tests.tracking.runs import BEGAN, make_run, write_usage
 
@@ -73,10 +73,10 @@ def test_killed_attempts_are_completed_by_accounting() -> None:
         (attempt(1, KILLED, BEGAN + 5), attempt(2, "FAILED", BEGAN + 9000), attempt(3, KILLED, BEGAN + 20000))
     )
     starts = [
-        Start("7", "NODE_FAIL", 1, BEGAN, BEGAN + 3600, 4),
-        Start("7", "COMPLETED", 0, BEGAN + 8990, BEGAN + 9900, 4),
-        Start("7", "RUNNING", None, BEGAN + 19990, None, 4),
-        Start("8", "TIMEOUT", 0, BEGAN + 19999, BEGAN + 23000, 4),
+        JobStart("7", "NODE_FAIL", 1, BEGAN, BEGAN + 3600, 4),
+        JobStart("7", "COMPLETED", 0, BEGAN + 8990, BEGAN + 9900, 4),
+        JobStart("7", "RUNNING", None, BEGAN + 19990, None, 4),
+        JobStart("8", "TIMEOUT", 0, BEGAN + 19999, BEGAN + 23000, 4),
     ]
     lost, failed, running = with_accounting(found, starts).attempts
     assert (lost.state, lost.exit_code, lost.ended, lost.nodes, lost.node_hours) == (
@@ -89,5 +89,5 @@ def test_killed_attempts_are_completed_by_accounting() -> None:
 def test_a_start_that_began_more_than_a_second_later_is_another_one() -> None:
     killed = Attempt(1, "7", KILLED, None, BEGAN, BEGAN + 10, 1, 0.0)
     for late, state in ((1.0, "TIMEOUT"), (1.5, KILLED)):
-        start = Start("7", "TIMEOUT", 0, BEGAN + late, BEGAN + 20, 1)
+        start = JobStart("7", "TIMEOUT", 0, BEGAN + late, BEGAN + 20, 1)
         assert with_accounting(History((killed,)), [start]).attempts[0].state == state

@@ -173,7 +173,7 @@ class RecordedConfig(TrainerConfig):
     """Options of every program of this project that makes progress and records it."""
 
     hang_timeout_s: float = Field(900, ge=0)
-    """If a process gives no sign of life for this many seconds, the job ends and is queued again once. The limit is
+    """If a process has no heartbeat for this many seconds, the job ends and is queued again once. The limit is
     four times as long for loading, saving, generation, validation, export and the first step. 0: no limit."""
     seed: int = Field(1, ge=0, le=2**63 - 1)
     """Random seed, also of the order of the data."""

@@ -51,7 +51,7 @@ class DataSet:
     """What is read."""
 
     name: str
-    """See `load_splits` in hub.py."""
+    """A folder, a name on the hub, or `name:configuration`."""
     split: str
     columns: tuple[str, ...]
     """Those that are needed; see `read_some` in formats.py."""
@@ -63,7 +63,7 @@ class DataSet:
 
 
 @dataclass(frozen=True)
-class WindowOrder:
+class WindowRequest:
     """A window to write."""
 
     path: Path
@@ -76,13 +76,13 @@ class WindowOrder:
     """The place of its first row. None: rows are counted from the beginning."""
 
 
-class Pinned(NamedTuple):
+class VersionKnown(NamedTuple):
     """The hub has answered, and the version of the data set is known. It is the first message of a process."""
 
     commit: str
 
 
-class Alive(NamedTuple):
+class RowsArrived(NamedTuple):
     """Rows arrive."""
 
 
@@ -92,7 +92,7 @@ class HubFailed(NamedTuple):
     reason: str
 
 
-class Written(NamedTuple):
+class WindowDone(NamedTuple):
     """A window is complete."""
 
     is_last: bool
@@ -101,7 +101,7 @@ class Written(NamedTuple):
     """The place after its last row."""
 
 
-Message = Pinned | Alive | HubFailed | Written | UserError
+Message = VersionKnown | RowsArrived | HubFailed | WindowDone | UserError
 
 
 class Stream:
@@ -174,7 +174,7 @@ class Stream:
         self.row += len(found)
         if time.monotonic() - self._alive_at > _ALIVE_EVERY_S:
             self._alive_at = time.monotonic()
-            self._report(Alive())
+            self._report(RowsArrived())
         return found
 
     def close(self) -> None:
@@ -194,7 +194,7 @@ class Stream:
     def _open(self) -> None:
         if self._commit is None:
             self._commit = commit_of(self._data.name, self._data.commit)
-            self._report(Pinned(self._commit))
+            self._report(VersionKnown(self._commit))
         self._stream = _opened(self._data, self._commit)
         if self.cursor is not None:
             self._stream.load_state_dict(self.cursor["state"])
@@ -249,7 +249,7 @@ def is_temporary(error: BaseException) -> bool:
     return False
 
 
-def write_window(stream: Stream, order: WindowOrder) -> Written:
+def write_window(stream: Stream, order: WindowRequest) -> WindowDone:
     """Write a window.
 
     Raises:
@@ -267,7 +267,7 @@ def write_window(stream: Stream, order: WindowOrder) -> Written:
                 file.writelines(map(_line, block))
                 count += len(block)
         partial.replace(order.path)
-    return Written(stream.is_at_end, stream.cursor)
+    return WindowDone(stream.is_at_end, stream.cursor)
 
 
 def _line(row: Row) -> bytes:

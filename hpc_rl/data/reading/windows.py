@@ -15,7 +15,7 @@ from pathlib import Path
 
 from hpc_rl.data.reading.formats import Row, read_some
 from hpc_rl.data.reading.sources import BLOCK_ROWS, chunks
-from hpc_rl.data.reading.stream import Alive, Cursor, DataSet, HubFailed, Pinned, WindowOrder, Written
+from hpc_rl.data.reading.stream import Cursor, DataSet, HubFailed, RowsArrived, VersionKnown, WindowDone, WindowRequest
 from hpc_rl.errors import RunError, UserError
 from hpc_rl.formats.hub import hub_address
 from hpc_rl.system.files import replace_synced, writing
@@ -48,7 +48,7 @@ class WindowLog:
         """Return the number of a window in its pass."""
         return window if self.count is None else window % self.count
 
-    def note(self, window: int, written: Written) -> None:
+    def note(self, window: int, written: WindowDone) -> None:
         """Note where the windows after this one begin."""
         place = self.place(window)
         if written.is_last:
@@ -130,7 +130,7 @@ class WindowReader:
             cache = self._folder / ".cache"
             self._process.send(DataSet(self.log.name, self._split, self._columns, self.log.commit, cache))
         file = rows_file(self._folder, window)
-        self._process.send(WindowOrder(file, place * self.log.rows, self.log.rows, cursor))
+        self._process.send(WindowRequest(file, place * self.log.rows, self.log.rows, cursor))
 
     def look(self, window: int) -> bool:
         """Wait up to a second for a window that is needed now; return whether it is there.
@@ -185,9 +185,9 @@ class WindowReader:
             if isinstance(found, UserError):
                 self._refusal = found
                 self.close()
-            elif isinstance(found, Pinned):
+            elif isinstance(found, VersionKnown):
                 self.log.commit, self._has_answered, self._failure = found.commit, True, ""
-            elif isinstance(found, Alive):
+            elif isinstance(found, RowsArrived):
                 self._failure = ""
             else:
                 self._note(found)
@@ -205,7 +205,7 @@ class WindowReader:
         for path in self._folder.glob("rows-*"):
             path.unlink(missing_ok=True)
 
-    def _note(self, written: Written) -> None:
+    def _note(self, written: WindowDone) -> None:
         assert self._window is not None
         self.log.note(self._window, written)
         try:

@@ -21,7 +21,7 @@ from hpc_rl.node.entry import add_common_options, print_error, run_entry, this_a
 from hpc_rl.node.health.facts import node_facts
 from hpc_rl.node.health.train import run_training_checks
 from hpc_rl.node.health.trials import FOLDERS, try_all_reduce, try_ray
-from hpc_rl.node.meeting import POLL_S, Meeting, named
+from hpc_rl.node.rendezvous import POLL_S, Rendezvous, named
 from hpc_rl.system.locks import is_locked, locked
 
 ANSWER_TIMEOUT_S = 60
@@ -49,16 +49,16 @@ def run_node(options: argparse.Namespace, ray_options: Sequence[str], trains: bo
         UserError: the nodes do not see each other's files, so there is no shared folder for a report.
     """
     allocation, attempt_dir = this_allocation(), this_attempt_dir()
-    meeting = Meeting(attempt_dir, allocation.nodes, allocation.node_rank)
-    meeting.check_shared()
+    rendezvous = Rendezvous(attempt_dir, allocation.nodes, allocation.node_rank)
+    rendezvous.check_shared()
     if allocation.is_head:
         for folder in FOLDERS:
             (attempt_dir / folder).mkdir(mode=0o700)
-    meeting.arrive()
-    missing = _await_all(meeting, options.start_timeout) if allocation.is_head else []
+    rendezvous.arrive()
+    missing = _await_all(rendezvous, options.start_timeout) if allocation.is_head else []
     if missing:
         print_error(f"{named(missing)} did not start within {options.start_timeout} s")
-    round_trip_s, sees_locks = (None, None) if missing else _exchange_files(meeting, options.start_timeout)
+    round_trip_s, sees_locks = (None, None) if missing else _exchange_files(rendezvous, options.start_timeout)
     report = replace(
         node_facts(allocation, attempt_dir, options), missing=missing, round_trip_s=round_trip_s, sees_locks=sees_locks
     )
@@ -73,15 +73,15 @@ def run_node(options: argparse.Namespace, ray_options: Sequence[str], trains: bo
     return 0
 
 
-def _await_all(meeting: Meeting, timeout_s: float) -> list[str]:
+def _await_all(rendezvous: Rendezvous, timeout_s: float) -> list[str]:
     """Wait for all nodes and return the names of those that did not start in time."""
     deadline = time.monotonic() + timeout_s
-    while (missing := meeting.missing()) and time.monotonic() < deadline:
+    while (missing := rendezvous.missing()) and time.monotonic() < deadline:
         time.sleep(POLL_S)
     return missing
 
 
-def _exchange_files(meeting: Meeting, start_timeout_s: float) -> tuple[float | None, bool | None]:
+def _exchange_files(rendezvous: Rendezvous, start_timeout_s: float) -> tuple[float | None, bool | None]:
     """Have every other node answer a file of the first one with a file, while the first one holds a file lock.
 
     Returns:
@@ -90,17 +90,17 @@ def _exchange_files(meeting: Meeting, start_timeout_s: float) -> tuple[float | N
     Raises:
         UserError: a file does not arrive in time.
     """
-    others = [f".answer{rank}" for rank in range(1, len(meeting.nodes))]
+    others = [f".answer{rank}" for rank in range(1, len(rendezvous.nodes))]
     began = time.monotonic()
-    if meeting.node_rank > 0:
-        _await_files(meeting, [".question"], start_timeout_s + ANSWER_TIMEOUT_S)  # the first may wait for others
-        sees_lock = _sees_lock(meeting.attempt_dir / ".question")
-        (meeting.attempt_dir / f".answer{meeting.node_rank}").touch()
+    if rendezvous.node_rank > 0:
+        _await_files(rendezvous, [".question"], start_timeout_s + ANSWER_TIMEOUT_S)  # the first may wait for others
+        sees_lock = _sees_lock(rendezvous.attempt_dir / ".question")
+        (rendezvous.attempt_dir / f".answer{rendezvous.node_rank}").touch()
         return None, sees_lock
-    new = meeting.attempt_dir / ".question.new"
+    new = rendezvous.attempt_dir / ".question.new"
     with locked(new):
-        new.rename(meeting.attempt_dir / ".question")  # the others see it when it is locked, not before
-        _await_files(meeting, others, ANSWER_TIMEOUT_S)
+        new.rename(rendezvous.attempt_dir / ".question")  # the others see it when it is locked, not before
+        _await_files(rendezvous, others, ANSWER_TIMEOUT_S)
     return time.monotonic() - began if others else None, None
 
 
@@ -111,13 +111,13 @@ def _sees_lock(path: Path) -> bool:
         return False
 
 
-def _await_files(meeting: Meeting, names: Sequence[str], timeout_s: float) -> None:
+def _await_files(rendezvous: Rendezvous, names: Sequence[str], timeout_s: float) -> None:
     deadline = time.monotonic() + timeout_s
-    while absent := set(names) - {path.name for path in meeting.attempt_dir.iterdir()}:
+    while absent := set(names) - {path.name for path in rendezvous.attempt_dir.iterdir()}:
         if time.monotonic() > deadline:
             raise UserError(
-                f"node {meeting.nodes[meeting.node_rank]} waited {timeout_s} s for {', '.join(sorted(absent))} "
-                f"in {meeting.attempt_dir}: files of other nodes arrive late or never on this file system"
+                f"node {rendezvous.nodes[rendezvous.node_rank]} waited {timeout_s} s for {', '.join(sorted(absent))} "
+                f"in {rendezvous.attempt_dir}: files of other nodes arrive late or never on this file system"
             )
         time.sleep(0.005)
 

@@ -57,7 +57,7 @@ class Announcement:
 
 
 @dataclass(frozen=True)
-class Ended:
+class SessionEnd:
     """How the processes of a session ended on a node."""
 
     exit_code: int
@@ -66,7 +66,7 @@ class Ended:
 
 
 @dataclass(frozen=True)
-class Node:
+class SessionNode:
     """One node of the run."""
 
     allocation: Allocation
@@ -102,7 +102,7 @@ def run_training_checks(
     allocation: Allocation, attempt_dir: Path, options: argparse.Namespace, ray_options: Sequence[str]
 ) -> None:
     """Run all checks on this node, together with the other nodes. Node 0 writes the results."""
-    node = Node(allocation, attempt_dir, options, ray_options)
+    node = SessionNode(allocation, attempt_dir, options, ray_options)
     scratch = scratch_folder(os.environ, allocation.job_id)
     try:
         if allocation.is_head:
@@ -113,7 +113,7 @@ def run_training_checks(
         remove_scratch(scratch)
 
 
-def lead(node: Node, scratch: Path) -> None:
+def lead(node: SessionNode, scratch: Path) -> None:
     """Run sessions until every check has ended."""
     node.folder.mkdir(mode=0o700)
     number = 0
@@ -128,7 +128,7 @@ def lead(node: Node, scratch: Path) -> None:
         announce(node, number + 1, Announcement(_END, str(scratch)))
 
 
-def follow(node: Node, scratch: Path) -> Path:
+def follow(node: SessionNode, scratch: Path) -> Path:
     """Take part in the sessions that node 0 announces. Returns the folder that it named for temporary files."""
     deadline = time.monotonic() + TOTAL_S
     for number in range(1, MOST_SESSIONS + 2):
@@ -151,27 +151,27 @@ def follow(node: Node, scratch: Path) -> Path:
     return scratch
 
 
-def run_session(node: Node, number: int, launcher: Launcher, scratch: Path) -> str | None:
+def run_session(node: SessionNode, number: int, launcher: Launcher, scratch: Path) -> str | None:
     """Run one session on all nodes. Returns why it ended early, or None if it did not."""
     announced = Announcement(launcher, str(scratch))
     node.session(number).mkdir(mode=0o700)
     announce(node, number, announced)
-    watch = Watch(node, number, launcher)
+    watch = SessionWatch(node, number, launcher)
     with processes(node, number, announced) as child:
         late = None
         while child.poll() is None and late is None and not watch.others_failed():
             late = watch.late()
             time.sleep(POLL_S)
         node.over(number).touch()
-        own = finish(node, number, child) if late is None else Ended(124, late)
+        own = finish(node, number, child) if late is None else SessionEnd(124, late)
     others = watch.await_others()
     return late or reason_of(node.session(number), [own, *others])
 
 
-class Watch:
+class SessionWatch:
     """Node 0's view of a session."""
 
-    def __init__(self, node: Node, number: int, launcher: Launcher) -> None:
+    def __init__(self, node: SessionNode, number: int, launcher: Launcher) -> None:
         self._node = node
         self._number = number
         self._launcher = launcher
@@ -193,7 +193,7 @@ class Watch:
     def others_failed(self) -> bool:
         return any(other.exit_code != 0 for other in self._others())
 
-    def await_others(self) -> list[Ended]:
+    def await_others(self) -> list[SessionEnd]:
         """Wait until the processes of the other nodes have ended, so that ports and devices are free."""
         count = len(self._node.allocation.nodes) - 1
         deadline = time.monotonic() + 4 * GRACE_S
@@ -201,16 +201,16 @@ class Watch:
             time.sleep(POLL_S)
         return found
 
-    def _others(self) -> list[Ended]:
+    def _others(self) -> list[SessionEnd]:
         found = []
         for rank in range(1, len(self._node.allocation.nodes)):
             if written := read_json(self._node.ended(self._number, rank)):
-                found.append(Ended(**written))
+                found.append(SessionEnd(**written))
         return found
 
 
 @contextmanager
-def processes(node: Node, number: int, announced: Announcement) -> Iterator[subprocess.Popen[bytes]]:
+def processes(node: SessionNode, number: int, announced: Announcement) -> Iterator[subprocess.Popen[bytes]]:
     """Start this node's processes of a session, and end them."""
     folder = node.session(number)
     environ = {**os.environ, ENV_ATTEMPT_DIR: str(folder), ENV_SCRATCH: announced.scratch}
@@ -223,7 +223,7 @@ def processes(node: Node, number: int, announced: Announcement) -> Iterator[subp
             remove_recorded(folder, node.allocation.node_rank)  # if it was killed, its files are still there
 
 
-def entry(node: Node, number: int, launcher: str) -> list[str]:
+def entry(node: SessionNode, number: int, launcher: str) -> list[str]:
     """Return the module and the arguments of the node entry of a session."""
     options, allocation = node.options, node.allocation
     program = [
@@ -238,17 +238,17 @@ def entry(node: Node, number: int, launcher: str) -> list[str]:
     return ["hpc_rl.node.ray_cluster.node", *common, *first, *node.ray_options, "--", *driver]
 
 
-def finish(node: Node, number: int, child: subprocess.Popen[bytes]) -> Ended:
+def finish(node: SessionNode, number: int, child: subprocess.Popen[bytes]) -> SessionEnd:
     """Give the processes time to end by themselves, then end them. Returns how they ended."""
     try:
         child.wait(GRACE_S)
     except subprocess.TimeoutExpired:
         end(child)
     code = shell_code(child.returncode)
-    return Ended(code, "" if code == 0 else last_words(log_of(node, number)))
+    return SessionEnd(code, "" if code == 0 else last_words(log_of(node, number)))
 
 
-def reason_of(folder: Path, ended: Sequence[Ended]) -> str | None:
+def reason_of(folder: Path, ended: Sequence[SessionEnd]) -> str | None:
     """Return why a session failed, or None if it did not: what the first rank that failed wrote, or else its node."""
     failed = [one for one in ended if one.exit_code != 0]
     if not failed:
@@ -286,10 +286,10 @@ def ended_names(results: Path) -> set[str]:
     return {line.name for line in read(results) if line.has_ended}
 
 
-def announce(node: Node, number: int, announced: Announcement) -> None:
+def announce(node: SessionNode, number: int, announced: Announcement) -> None:
     write_atomically(node.announcement(number), json.dumps(asdict(announced)))
 
 
-def log_of(node: Node, number: int) -> Path:
+def log_of(node: SessionNode, number: int) -> Path:
     """Return the path of the output of this node's processes."""
     return node.session(number) / f"{node.allocation.node_rank}.out"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
-from hpc_rl.liveness.heartbeat import BEATS, ENV_HEARTBEATS
+from hpc_rl.liveness.heartbeat import ENV_HEARTBEATS, HEARTBEATS
 from hpc_rl.software.proxies import set_aside
 from hpc_rl.system.scratch import programs_tmpdir
 
@@ -49,7 +49,7 @@ def shared_environment(
         "RAY_AUTH_TOKEN_PATH": str(token),
         "RAY_TMPDIR": str(temp_dir),
         "TMPDIR": programs_tmpdir(environ, scratch),
-        ENV_HEARTBEATS: str(scratch / BEATS),
+        ENV_HEARTBEATS: str(scratch / HEARTBEATS),
     }
     kept = {name: value for name, value in environ.items() if name not in _OTHER_CLUSTER}
     return {**defaults, **kept, **fixed}

@@ -14,12 +14,12 @@ from pathlib import Path
 from hpc_rl.errors import EXIT_BAD_INPUT, EXIT_STOPPED
 from hpc_rl.formats.counted import counted
 from hpc_rl.node.causes import TERMINATED, End, Kind
-from hpc_rl.node.company import Lead
 from hpc_rl.node.entry import print_error
-from hpc_rl.node.meeting import Progress
+from hpc_rl.node.peers import Coordinator
 from hpc_rl.node.ray_cluster.environment import driver_environment
 from hpc_rl.node.ray_cluster.layout import NodeLayout
 from hpc_rl.node.ray_cluster.watch import JobEnd, Watch
+from hpc_rl.node.rendezvous import WaitMessages
 from hpc_rl.node.shown_log import ShownLog
 from hpc_rl.software.ray_token import make_token
 from hpc_rl.system.deaths import meaning_of, ran_out_of_memory
@@ -49,15 +49,17 @@ class Driver:
 class Head:
     """The part of node 0 in the job."""
 
-    def __init__(self, watch: Watch, company: Lead, layout: NodeLayout, driver: Driver, start_timeout_s: float) -> None:
+    def __init__(
+        self, watch: Watch, peers: Coordinator, layout: NodeLayout, driver: Driver, start_timeout_s: float
+    ) -> None:
         self._watch = watch
-        self._company = company
+        self._peers = peers
         self._layout = layout
         self._driver = driver
         self._began = time.monotonic()
         self._start_timeout_s = start_timeout_s
         self._child: subprocess.Popen[bytes] | None = None
-        self._shown = ShownLog(watch.meeting.attempt_dir / "node0-driver.log", DRIVER)
+        self._shown = ShownLog(watch.rendezvous.attempt_dir / "node0-driver.log", DRIVER)
         make_token(layout.token)
 
     def run(self) -> End:
@@ -87,17 +89,17 @@ class Head:
         self._layout.token.unlink(missing_ok=True)
 
     def _gather(self, gcs_address: str) -> None:
-        nodes = self._watch.meeting.nodes
+        nodes = self._watch.rendezvous.nodes
         everyone = set(range(len(nodes)))
-        deadline, progress = self._began + self._start_timeout_s, Progress()
+        deadline, progress = self._began + self._start_timeout_s, WaitMessages()
 
         def check() -> None:
             self._check()
             progress.show(self._progress)
 
         self._watch.until(self._watch.ray.is_up, check, deadline, self._not_up)
-        self._watch.meeting.publish(gcs_address)
-        self._watch.until(lambda: self._company.up == everyone, check, deadline, self._not_up)
+        self._watch.rendezvous.publish(gcs_address)
+        self._watch.until(lambda: self._peers.up == everyone, check, deadline, self._not_up)
         up_s = time.monotonic() - self._began
         print(f"hpc-rl: Ray is up on {counted(len(nodes), 'node')} after {up_s:.1f} s", flush=True)
         if self._driver.dashboard:
@@ -112,7 +114,7 @@ class Head:
                 program = self._driver.program[0]
                 raise JobEnd(
                     EXIT_BAD_INPUT,
-                    f"program {program} cannot be started on node {self._watch.meeting.node}: {error.strerror}",
+                    f"program {program} cannot be started on node {self._watch.rendezvous.node}: {error.strerror}",
                 ) from error
         self._watch.until(lambda: child.poll() is not None, self._check)
         code = shell_code(child.returncode)
@@ -135,28 +137,30 @@ class Head:
 
     def _check(self) -> None:
         self._watch.check()
-        if self._company.must_end:
+        if self._peers.must_end:
             raise JobEnd(TERMINATED, kind=Kind.TERMINATED)
         self._shown.show()
 
     def _progress(self) -> str:
-        meeting, up = self._watch.meeting, len(self._company.up)
-        return meeting.attendance() if meeting.missing() else f"Ray: {up} of {len(meeting.nodes)} nodes have joined"
+        rendezvous, up = self._watch.rendezvous, len(self._peers.up)
+        if rendezvous.missing():
+            return rendezvous.attendance()
+        return f"Ray: {up} of {len(rendezvous.nodes)} nodes have joined"
 
     def _not_up(self) -> str:
-        nodes = self._watch.meeting.nodes
-        absent = set(self._watch.meeting.missing())
+        nodes = self._watch.rendezvous.nodes
+        absent = set(self._watch.rendezvous.missing())
         lines = [f"Ray is not up after {self._start_timeout_s:.0f} s (ray.start_timeout_s)"]
         for rank, node in enumerate(nodes):
             if node in absent:
                 lines.append(f"node {node} has not started")
-            elif rank not in self._company.seen:
+            elif rank not in self._peers.seen:
                 lines.append(f"node {node} has started, but has not connected to node {nodes[0]}")
-            elif rank not in self._company.up or not self._watch.ray.is_up():
+            elif rank not in self._peers.up or not self._watch.ray.is_up():
                 lines.append(f"node {node} has not joined{self._watch.last_lines(rank)}")
         return "\nhpc-rl: ".join(lines)
 
     def _dashboard_instructions(self) -> str:
         port, login = self._layout.ports.dashboard, os.environ.get("SLURM_SUBMIT_HOST")
-        tunnel = f"ssh -N -L {port}:127.0.0.1:{port} -J {login} {self._watch.meeting.node}, then " if login else ""
+        tunnel = f"ssh -N -L {port}:127.0.0.1:{port} -J {login} {self._watch.rendezvous.node}, then " if login else ""
         return f"Ray's dashboard: {tunnel}http://127.0.0.1:{port}; the token is in {self._layout.token}"

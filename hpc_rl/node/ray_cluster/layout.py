@@ -13,7 +13,7 @@ from pathlib import Path
 from hpc_rl.node.entry import repaired, worker_defaults
 from hpc_rl.node.network import choose_address
 from hpc_rl.node.ray_cluster.environment import shared_environment
-from hpc_rl.node.ray_cluster.limits import Grant, granted
+from hpc_rl.node.ray_cluster.limits import RayResources, ray_resources
 from hpc_rl.node.ray_cluster.ports import RayPorts, reserve
 from hpc_rl.node.ray_cluster.start import StartOptions
 from hpc_rl.slurm.allocation import Allocation
@@ -22,7 +22,7 @@ from hpc_rl.software.ray_token import TOKEN
 from hpc_rl.software.ray_version import check_ray, installed_ray
 from hpc_rl.system.accelerators import ray_resource
 from hpc_rl.system.numa import numa_defaults
-from hpc_rl.system.scratch import held_scratch, local_folder, new_name
+from hpc_rl.system.scratch import job_scratch, local_folder, new_name
 
 SOCKET_BYTES = 107
 """Longest path of a UNIX socket (unix(7))."""
@@ -41,7 +41,7 @@ class NodeLayout:
     interface: str
     address: str
     ports: RayPorts
-    grant: Grant
+    grant: RayResources
     scratch: Path
     """Private folder for everything that the job writes on this node's own disk."""
     token: Path
@@ -99,7 +99,7 @@ def prepared_layout(allocation: Allocation, attempt_dir: Path, options: argparse
     interface, address = node_address(allocation, options.interface)
     planned = local_folder(os.environ) / new_name(allocation.job_id)
     environ = with_room_for_sockets(os.environ, planned, allocation.node, options.dashboard)
-    grant = granted(
+    grant = ray_resources(
         allocation,
         os.environ,
         most_cpus=options.num_cpus,
@@ -110,7 +110,7 @@ def prepared_layout(allocation: Allocation, attempt_dir: Path, options: argparse
     before = allocation.nodes[:rank].count(allocation.node)
     with (
         reserve(options.first_port, before) as blocks,
-        held_scratch(environ, allocation.job_id, attempt_dir, rank) as scratch,
+        job_scratch(environ, allocation.job_id, attempt_dir, rank) as scratch,
     ):
         ports = RayPorts(blocks.firsts)
         token = attempt_dir / TOKEN

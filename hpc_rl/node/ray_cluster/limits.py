@@ -28,7 +28,7 @@ _UNLIMITED = 1 << 60
 
 
 @dataclass(frozen=True)
-class Grant:
+class RayResources:
     """The resources of this node that Ray may use."""
 
     cpus: int
@@ -39,7 +39,7 @@ class Grant:
     """Bytes of shared memory, which count towards the job's memory."""
 
 
-def granted(
+def ray_resources(
     allocation: Allocation,
     environ: Mapping[str, str],
     *,
@@ -50,7 +50,7 @@ def granted(
     cgroups: Path = Path("/sys/fs/cgroup"),
     proc: Path = Path("/proc"),
     shm: Path = Path("/dev/shm"),
-) -> Grant:
+) -> RayResources:
     """Return the resources of this node, or its share if several nodes of the job run on one machine (--local).
 
     Args:
@@ -74,7 +74,7 @@ def granted(
             f"object store would get {store:,}, and needs at least {OBJECT_STORE_LEAST:,} and less than the memory; "
             "ask for more --mem, or set ray.object_store_gb"
         )
-    return Grant(max(1, cpus), _gpus(allocation, environ, device, gpus), memory - store, store)
+    return RayResources(max(1, cpus), _gpus(allocation, environ, device, gpus), memory - store, store)
 
 
 def memory_limit(

@@ -18,11 +18,10 @@ from pathlib import Path
 from hpc_rl.errors import RunError
 from hpc_rl.liveness.heartbeat import ENV_HEARTBEATS
 from hpc_rl.node.causes import End
-from hpc_rl.node.company import Company, join, lead
 from hpc_rl.node.ending import leave, settle
 from hpc_rl.node.entry import add_common_options, run_with_others
-from hpc_rl.node.hangs import Place, watching
-from hpc_rl.node.meeting import Meeting
+from hpc_rl.node.hangs.watch import WatchedNode, watching
+from hpc_rl.node.peers import Peers, coordinate, join
 from hpc_rl.node.ray_cluster.environment import ray_environment
 from hpc_rl.node.ray_cluster.head import Driver, Head
 from hpc_rl.node.ray_cluster.layout import NodeLayout, prepared_layout
@@ -30,7 +29,8 @@ from hpc_rl.node.ray_cluster.limits import raise_file_limit
 from hpc_rl.node.ray_cluster.member import Member
 from hpc_rl.node.ray_cluster.processes import RayProcess
 from hpc_rl.node.ray_cluster.watch import JobEnd, Watch
-from hpc_rl.node.signals import heed_signals
+from hpc_rl.node.rendezvous import Rendezvous
+from hpc_rl.node.signals import handle_signals
 from hpc_rl.slurm.allocation import Allocation
 from hpc_rl.system.disk import tolerate_lost_output
 from hpc_rl.system.files import open_to_append
@@ -46,53 +46,53 @@ _NODE_LOGS = ("raylet", "gcs_server", "ray_process", "dashboard", "runtime_env",
 
 def main(argv: Sequence[str] | None = None) -> int:
     options = _parse(sys.argv[1:] if argv is None else argv)
-    return run_with_others(lambda allocation, meeting: _run_and_clean_up(allocation, meeting, options))
+    return run_with_others(lambda allocation, rendezvous: _run_and_clean_up(allocation, rendezvous, options))
 
 
-def _run_and_clean_up(allocation: Allocation, meeting: Meeting, options: argparse.Namespace) -> int:
-    asked_to_end = heed_signals(meeting)
+def _run_and_clean_up(allocation: Allocation, rendezvous: Rendezvous, options: argparse.Namespace) -> int:
+    asked_to_end = handle_signals(rendezvous)
     adopt_orphans()
     raise_file_limit()
-    with prepared_layout(allocation, meeting.attempt_dir, options) as layout:
-        company, code = _take_part(layout, meeting, asked_to_end, options)
-    leave(company, asked_to_end)
+    with prepared_layout(allocation, rendezvous.attempt_dir, options) as layout:
+        peers, code = _take_part(layout, rendezvous, asked_to_end, options)
+    leave(peers, asked_to_end)
     return code
 
 
 def _take_part(
-    layout: NodeLayout, meeting: Meeting, asked_to_end: threading.Event, options: argparse.Namespace
-) -> tuple[Company, int]:
+    layout: NodeLayout, rendezvous: Rendezvous, asked_to_end: threading.Event, options: argparse.Namespace
+) -> tuple[Peers, int]:
     """Run this node's Ray to the end, and return the job's exit code."""
     environ = layout.environment(options)
-    rank, attempt_dir = meeting.node_rank, meeting.attempt_dir
-    with open_to_append(meeting.log(rank)) as log:
+    rank, attempt_dir = rendezvous.node_rank, rendezvous.attempt_dir
+    with open_to_append(rendezvous.log(rank)) as log:
         ray = RayProcess(ray_environment(environ), log, options.start_timeout)
         try:
-            place = Place(attempt_dir, meeting.nodes, rank, Path(environ[ENV_HEARTBEATS]), options.device)
+            place = WatchedNode(attempt_dir, rendezvous.nodes, rank, Path(environ[ENV_HEARTBEATS]), options.device)
             with watching(place, options.hang_timeout) as hangs:
                 if layout.allocation.is_head:
-                    leading = lead(meeting, layout.address, layout.ports.roll_call)
-                    company: Company = leading
+                    leading = coordinate(rendezvous, layout.address, layout.ports.roll_call)
+                    peers: Peers = leading
                     driver = Driver(options.program, environ, options.timeline, options.dashboard)
-                    watch = Watch(company, ray, asked_to_end, hangs)
+                    watch = Watch(peers, ray, asked_to_end, hangs)
                     part: Head | Member = Head(watch, leading, layout, driver, options.start_timeout)
                 else:
-                    company = mate = join(meeting, options.start_timeout, asked_to_end)
-                    watch = Watch(company, ray, asked_to_end, hangs)
-                    part = Member(watch, mate, layout, options.dashboard, options.start_timeout)
+                    peers = participant = join(rendezvous, options.start_timeout, asked_to_end)
+                    watch = Watch(peers, ray, asked_to_end, hangs)
+                    part = Member(watch, participant, layout, options.dashboard, options.start_timeout)
                 try:
                     own = part.run()
                 except JobEnd as ended:
                     own = ended.of(rank)
             if hangs.concluded():
                 own = End(rank, RunError.exit_code)  # the reason has been printed
-            code = settle(company, own, asked_to_end, part.show_end, linger_s=0)
+            code = settle(peers, own, asked_to_end, part.show_end, linger_s=0)
             part.end()
         finally:
             ray.end()
             end_descendants()
             copy_logs(layout.temp_dir, attempt_dir / "ray" / f"node{rank}")
-    return company, code
+    return peers, code
 
 
 def copy_logs(temp_dir: Path, target: Path) -> None:

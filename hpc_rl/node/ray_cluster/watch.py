@@ -9,10 +9,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from hpc_rl.node.causes import TERMINATED, End, Kind
-from hpc_rl.node.company import Company
-from hpc_rl.node.hangs import HangWatch
-from hpc_rl.node.meeting import POLL_S, Meeting
+from hpc_rl.node.hangs.watch import HangWatch
+from hpc_rl.node.peers import Peers
 from hpc_rl.node.ray_cluster.processes import RayProcess
+from hpc_rl.node.rendezvous import POLL_S, Rendezvous
 from hpc_rl.system.files import tail
 
 
@@ -33,7 +33,7 @@ class JobEnd(Exception):
 class Watch:
     """What every node watches all the time."""
 
-    company: Company
+    peers: Peers
     ray: RayProcess
     asked_to_end: threading.Event
     hangs: HangWatch
@@ -44,14 +44,14 @@ class Watch:
         Raises:
             JobEnd: it has to end.
         """
-        self.company.poll()
+        self.peers.poll()
         if self.hangs.found:
             raise JobEnd(1)
         failure = self.ray.failure()
         if self.asked_to_end.is_set():  # read after the failure: Slurm's signal reaches Ray's processes too
             raise JobEnd(TERMINATED, kind=Kind.TERMINATED)
         if failure:
-            where = f" on node {self.meeting.node}{self.last_lines(self.meeting.node_rank)}"
+            where = f" on node {self.rendezvous.node}{self.last_lines(self.rendezvous.node_rank)}"
             raise JobEnd(failure.exit_code, failure.reason + where)
 
     def until(
@@ -78,11 +78,11 @@ class Watch:
             time.sleep(POLL_S)
 
     @property
-    def meeting(self) -> Meeting:
-        return self.company.meeting
+    def rendezvous(self) -> Rendezvous:
+        return self.peers.rendezvous
 
     def last_lines(self, rank: int) -> str:
         """Return the end of a node's log, as the continuation of a message."""
-        log = self.meeting.log(rank)
+        log = self.rendezvous.log(rank)
         lines = tail(log)
         return f"; the end of {log}:\n{lines}" if lines else f"; its log is {log}"

@@ -30,7 +30,7 @@ from hpc_rl.software.ray_token import make_token
 from hpc_rl.system.accelerators import ENV_RAY_HIDES, collective_defaults
 from hpc_rl.system.deaths import remember_oom_kills
 from hpc_rl.system.files import Follower, write_atomically
-from hpc_rl.system.scratch import held_scratch
+from hpc_rl.system.scratch import job_scratch
 from hpc_rl.system.search_path import safe_variables
 
 _LOG_POLL_S = 0.1
@@ -124,7 +124,7 @@ def connected(config: DriverConfig, logs: Path) -> Iterator[bool]:
     """
     with contextlib.ExitStack() as stack:
         starts = not os.environ.get("RAY_ADDRESS")
-        scratch = stack.enter_context(held_scratch({}, "ray", logs, 0)) if starts else None
+        scratch = stack.enter_context(job_scratch({}, "ray", logs, 0)) if starts else None
         stack.callback(ray.shutdown)
         _connect(config, logs, scratch)
         yield starts

@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING
 from hpc_rl.data.prompts import Prompt
 from hpc_rl.data.reading.rows import Message, to_prompt
 from hpc_rl.environments.pool import Conversation
-from hpc_rl.environments.protocol import SEED, Outcome, Reply
+from hpc_rl.environments.protocol import SEED, EpisodeResult, Reply
 from hpc_rl.errors import UserError
 from hpc_rl.rl.converse.environment import Environment
 from hpc_rl.rl.converse.partner import Partner, Siblings, converse
@@ -206,7 +206,7 @@ class _EnvironmentPartner(Partner):
     async def end(self) -> Conversed:
         outcome = await asyncio.wrap_future(self.talk.finish())
         if self.error is not None:
-            outcome = Outcome(None, error=self.error)
+            outcome = EpisodeResult(None, error=self.error)
         return self.transcript.joined(self.finished, outcome, self.messages, self.calls, self.bad_calls)
 
 

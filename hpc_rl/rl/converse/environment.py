@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from hpc_rl.data.prompts import Prompt
 from hpc_rl.data.reading.rows import Message
 from hpc_rl.environments.pool import Environments
-from hpc_rl.environments.tool_calls import VLLM, Call, Malformed, after_thinking, find_parser
+from hpc_rl.environments.tool_calls import VLLM, MalformedCall, ToolCall, after_thinking, find_parser
 from hpc_rl.environments.turns import Turns
 from hpc_rl.environments.vllm_parsers import load_vllm_parser
 from hpc_rl.errors import UserError
@@ -72,7 +72,7 @@ class Environment:
         assert isinstance(text, str)
         return text
 
-    def read(self, text: str) -> tuple[str, list[Call | Malformed]]:
+    def read(self, text: str) -> tuple[str, list[ToolCall | MalformedCall]]:
         """Return what the model wrote without its thinking, and its tool calls."""
         visible = after_thinking(text, self.turns.opens_thinking)
         return visible, self._parse(visible) if self.schemas else []

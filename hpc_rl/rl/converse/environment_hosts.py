@@ -21,8 +21,8 @@ from ray.exceptions import ActorUnavailableError, RayActorError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from hpc_rl.environments.pool import CLOSED, START_TIMEOUT_S, EnvironmentPool, Environments
-from hpc_rl.environments.protocol import Outcome, Reply
-from hpc_rl.environments.requests import Finish, Offered, Request, Start, Wanted, failed
+from hpc_rl.environments.protocol import EpisodeResult, Reply
+from hpc_rl.environments.requests import EnvironmentInfo, EnvironmentSpec, FinishRequest, Request, StartRequest, failed
 from hpc_rl.errors import RunError, UserError
 from hpc_rl.rl.actors import process
 from hpc_rl.rl.actors.calls import ActorCall, Pending
@@ -53,7 +53,7 @@ def open_environments(config: DriverConfig, logs: Path) -> Environments:
         RunError: a process ended, or took too long, while it loaded them.
     """
     own = config.environment
-    wanted = Wanted(own.name, own.kwargs, own.tools, own.max_output_chars, own.sandbox)
+    wanted = EnvironmentSpec(own.name, own.kwargs, own.tools, own.max_output_chars, own.sandbox)
     if config.trainer.nnodes == 1:
         return EnvironmentPool(wanted, own.workers, own.timeout_s)
     return EnvironmentFleet(wanted, own.workers, own.timeout_s, nodes_of_job(config.trainer.nnodes), logs)
@@ -78,7 +78,7 @@ class EnvironmentHost:
         process.begin(logs / f"node{os.environ.get('SLURM_NODEID', '0')}-environments.log")
         self._pool: EnvironmentPool | None = None
 
-    async def open(self, wanted: Wanted, workers: int, timeout_s: float) -> Offered:
+    async def open(self, wanted: EnvironmentSpec, workers: int, timeout_s: float) -> EnvironmentInfo:
         """Start the processes; see EnvironmentPool."""
         try:
             self._pool = await asyncio.to_thread(EnvironmentPool, wanted, workers, timeout_s)
@@ -89,10 +89,10 @@ class EnvironmentHost:
     async def alive(self) -> None:
         """Answer."""
 
-    async def answer(self, number: int, request: Request) -> Reply | Outcome:
+    async def answer(self, number: int, request: Request) -> Reply | EpisodeResult:
         """Return the answer to a request about a conversation."""
         assert self._pool is not None
-        answer: Reply | Outcome = await asyncio.wrap_future(self._pool.submit(number, request))
+        answer: Reply | EpisodeResult = await asyncio.wrap_future(self._pool.submit(number, request))
         return answer
 
     async def close(self) -> None:
@@ -116,7 +116,7 @@ class EnvironmentFleet(Environments):
     """
 
     def __init__(
-        self, wanted: Wanted, workers: int, timeout_s: float, nodes: Sequence[ClusterNode], logs: Path
+        self, wanted: EnvironmentSpec, workers: int, timeout_s: float, nodes: Sequence[ClusterNode], logs: Path
     ) -> None:
         super().__init__()
         self.workers = workers * len(nodes)
@@ -137,11 +137,11 @@ class EnvironmentFleet(Environments):
     def submit(self, number: int, request: Request) -> Future[Any]:
         """See Environments. A conversation is on the node that had the fewest. Each request about it has to wait for
         the answer to the one before, because calls of the actors have no order."""
-        if isinstance(request, Start):
+        if isinstance(request, StartRequest):
             self._places[number] = self._choose()
-        host = self._places.pop(number) if isinstance(request, Finish) else self._places[number]
-        host.load += isinstance(request, Start)
-        host.load -= isinstance(request, Finish)
+        host = self._places.pop(number) if isinstance(request, FinishRequest) else self._places[number]
+        host.load += isinstance(request, StartRequest)
+        host.load -= isinstance(request, FinishRequest)
         return self._loop.start(self._answer(host, number, request))
 
     def _choose(self) -> _Host:
@@ -165,7 +165,7 @@ class EnvironmentFleet(Environments):
         self._loop.start(self._end()).result()
         self._loop.close()
 
-    async def _answer(self, host: _Host, number: int, request: Request) -> Reply | Outcome:
+    async def _answer(self, host: _Host, number: int, request: Request) -> Reply | EpisodeResult:
         """Return the answer to a request about a conversation.
 
         A conversation that has not started may start on another node instead; any other one ends with its node.
@@ -191,7 +191,7 @@ class EnvironmentFleet(Environments):
             if self._closed:
                 raise RunError(CLOSED)
             others = [each for each in self._hosts if each is not host and each.lost is None and not each.is_doubted]
-            if not (isinstance(request, Start) and others):
+            if not (isinstance(request, StartRequest) and others):
                 return failed(request, reason)
             host.load -= 1
             host = self._places[number] = min(others, key=lambda each: each.load)
@@ -250,7 +250,7 @@ class _Host:
         """Whether an answer is awaited."""
         return bool(self._open)
 
-    async def answer(self, number: int, request: Request) -> Reply | Outcome:
+    async def answer(self, number: int, request: Request) -> Reply | EpisodeResult:
         """Return the answer to a request about a conversation.
 
         Raises:
@@ -263,7 +263,7 @@ class _Host:
             sent = self._actor.answer.remote(number, request).future()
         except Exception as error:  # noqa: BLE001 - pickle raises whatever the user's class raises
             return failed(request, f"its row cannot be passed on: {type(error).__name__}: {error}")
-        answer: asyncio.Future[Reply | Outcome] = asyncio.shield(asyncio.wrap_future(sent))
+        answer: asyncio.Future[Reply | EpisodeResult] = asyncio.shield(asyncio.wrap_future(sent))
         self._open.add(answer)
         try:
             return await answer

@@ -9,7 +9,7 @@ from itertools import groupby
 import numpy as np
 from numpy.typing import NDArray
 
-from hpc_rl.environments.protocol import Message, Outcome
+from hpc_rl.environments.protocol import EpisodeResult, Message
 from hpc_rl.rl.rollout.engine import Completion, Span
 
 
@@ -17,7 +17,7 @@ from hpc_rl.rl.rollout.engine import Completion, Span
 class Conversed(Completion):
     """A conversation as one response. `finished`: whether it ended before a limit of its tokens or turns."""
 
-    outcome: Outcome
+    outcome: EpisodeResult
     """The environment's reward."""
     messages: list[Message]
     """The whole conversation, with the prompt."""
@@ -79,7 +79,7 @@ class Transcript:
         return np.concatenate([self.prompt, *(part.token_ids for part in self._parts)])
 
     def joined(
-        self, finished: bool, outcome: Outcome, messages: list[Message], calls: int, bad_calls: int
+        self, finished: bool, outcome: EpisodeResult, messages: list[Message], calls: int, bad_calls: int
     ) -> Conversed:
         """Return the conversation as one response."""
         spans = [span for part in self._parts for span in part.spans]

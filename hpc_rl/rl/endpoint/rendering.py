@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from hpc_rl.config.rl.ppo import PpoConfig
 from hpc_rl.data.reading.rows import Message
 from hpc_rl.environments.protocol import readable
-from hpc_rl.environments.tool_calls import VLLM, Call, Malformed, Parse, after_thinking, find_parser
+from hpc_rl.environments.tool_calls import VLLM, MalformedCall, Parse, ToolCall, after_thinking, find_parser
 from hpc_rl.environments.turns import Turns
 from hpc_rl.environments.vllm_parsers import load_vllm_parser
 from hpc_rl.errors import UserError
@@ -72,7 +72,7 @@ class Rendering:
         with _refusing():
             return self._turns(json.dumps(tools), roles).added_ids(turn.token_ids.tolist(), messages)
 
-    def read(self, turn: Completion, tools: Tools) -> tuple[str, str, list[Call | Malformed]]:
+    def read(self, turn: Completion, tools: Tools) -> tuple[str, str, list[ToolCall | MalformedCall]]:
         """Return the thinking, the text before the first tool call, and the tool calls of a turn.
 
         If no call can be read, the text is all that follows the thinking.
@@ -84,8 +84,10 @@ class Rendering:
         visible = after_thinking(text, self._turns(json.dumps(tools), ()).opens_thinking)
         thinking = text[: len(text) - len(visible)].strip().removeprefix("<think>").removesuffix("</think>").strip()
         found = self._parsers(json.dumps(tools))(visible) if tools and turn.finished else []
-        calls: list[Call | Malformed] = [_typed(call, tools) if isinstance(call, Call) else call for call in found]
-        if any(isinstance(call, Call) for call in calls):
+        calls: list[ToolCall | MalformedCall] = [
+            _typed(call, tools) if isinstance(call, ToolCall) else call for call in found
+        ]
+        if any(isinstance(call, ToolCall) for call in calls):
             visible = _FIRST_CALL.split(visible, maxsplit=1)[0]
         return thinking, visible.strip(), calls
 
@@ -116,7 +118,7 @@ def one_line(error: Exception) -> str:
     return " ".join(f"{type(error).__name__}: {error}".split())[:_SHOWN_CHARS]
 
 
-def _typed(call: Call, tools: Tools) -> Call:
+def _typed(call: ToolCall, tools: Tools) -> ToolCall:
     """Return a call whose text can be sent. Text is read as JSON where the tool takes none: some formats of calls have
     only text."""
     schemas = [tool["function"]["parameters"] for tool in tools if tool["function"]["name"] == call.name]
@@ -131,7 +133,7 @@ def _typed(call: Call, tools: Tools) -> Call:
         except (ValueError, RecursionError):
             return value
 
-    return Call(readable(call.name), readable({name: typed(name, value) for name, value in call.arguments.items()}))
+    return ToolCall(readable(call.name), readable({name: typed(name, value) for name, value in call.arguments.items()}))
 
 
 def _takes_text(schema: Mapping[str, Any]) -> bool:

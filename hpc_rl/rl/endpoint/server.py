@@ -19,7 +19,7 @@ from typing import Any
 from aiohttp import web
 from aiohttp.typedefs import Handler
 
-from hpc_rl.environments.protocol import Outcome, readable
+from hpc_rl.environments.protocol import EpisodeResult, readable
 from hpc_rl.errors import RunError, UserError
 from hpc_rl.rewards.number import split_reward
 from hpc_rl.rl.converse.loop_thread import LoopThread
@@ -212,7 +212,7 @@ class _Full(asyncio.Protocol):
         transport.close()
 
 
-def read_outcome(body: object) -> Outcome:
+def read_outcome(body: object) -> EpisodeResult:
     """Read the end of a session: {"reward": 1.0}, {"reward": {"score": 1.0, "NAME": 0.5}} or {"error": "why"}.
 
     Raises:
@@ -223,11 +223,11 @@ def read_outcome(body: object) -> Outcome:
         message = f'the body has {found}: send {{"reward": 1.0}}, or {{"error": "why there is none"}}'
         raise Refusal(message, code="no_reward")
     if body.get("error") is not None:
-        return Outcome(None, error=" ".join(str(body["error"]).split()) or "the agent reports an error")
+        return EpisodeResult(None, error=" ".join(str(body["error"]).split()) or "the agent reports an error")
     if body.get("reward") is None:
-        return Outcome(None)
+        return EpisodeResult(None)
     try:
-        return Outcome(*split_reward(body["reward"]))
+        return EpisodeResult(*split_reward(body["reward"]))
     except ValueError as error:
         raise Refusal(f"the reward: {error}", code="no_reward") from error
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from hpc_rl.data.reading.rows import Message
-from hpc_rl.environments.protocol import Outcome
+from hpc_rl.environments.protocol import EpisodeResult
 from hpc_rl.rl.converse.partner import Partner
 from hpc_rl.rl.converse.transcripts import Conversed
 from hpc_rl.rl.endpoint.answers import Answer
@@ -47,7 +47,7 @@ class Session(Partner):
     """The latest."""
     is_full: bool = False
     """Whether the agent wanted to go on when no token was left."""
-    outcome: Outcome | None = None
+    outcome: EpisodeResult | None = None
     """None until it has ended."""
     news: asyncio.Event = field(default_factory=asyncio.Event)
     """A turn was requested, or the session has ended."""

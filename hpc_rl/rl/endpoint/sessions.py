@@ -22,8 +22,8 @@ from heapq import heappop, heappush
 import numpy as np
 
 from hpc_rl.data.reading.rows import Message
-from hpc_rl.environments.protocol import Outcome
-from hpc_rl.environments.tool_calls import Call
+from hpc_rl.environments.protocol import EpisodeResult
+from hpc_rl.environments.tool_calls import ToolCall
 from hpc_rl.rl.converse.transcripts import Transcript
 from hpc_rl.rl.endpoint.answers import Answer
 from hpc_rl.rl.endpoint.messages import ChatRequest, Refusal, new_messages
@@ -46,7 +46,7 @@ class _Past:
     reason: str
     """Why."""
     owner: str | None
-    given: Outcome | None
+    given: EpisodeResult | None
     """What the agent has given; None if it has not ended the session itself."""
     turns: int
 
@@ -158,7 +158,7 @@ class Sessions:
         self._heard_s = time.monotonic()
         return session.reply
 
-    def finish(self, owner: str, name: str, outcome: Outcome) -> int:
+    def finish(self, owner: str, name: str, outcome: EpisodeResult) -> int:
         """End a session with its outcome, and return the number of its turns. The same end may come again: clients
         repeat a request after a lost connection.
 
@@ -177,7 +177,7 @@ class Sessions:
             message = 'the body has no reward, and no reward is set (reward.*): send {"reward": 1.0}'
             raise Refusal(message, code="no_reward")
         if session.turn is None and outcome.error is None:
-            outcome = Outcome(None, error="the agent ended the session without a turn of the policy")
+            outcome = EpisodeResult(None, error="the agent ended the session without a turn of the policy")
         self.rewarded += outcome.error is None
         self._end(session, outcome, "the agent has ended it", given)
         self._heard_s = time.monotonic()
@@ -283,7 +283,7 @@ class Sessions:
     def _answer(self, session: Session, request: ChatRequest, turn: Completion) -> Answer:
         number = session.transcript.turns
         thinking, text, calls = self._rendering.read(turn, request.tools)
-        made = [call for call in calls if isinstance(call, Call)]
+        made = [call for call in calls if isinstance(call, ToolCall)]
         message: Message = {"role": "assistant", "content": text}
         if made:
             message["tool_calls"] = [
@@ -297,9 +297,9 @@ class Sessions:
         return Answer(name, int(time.time()), message, thinking, turn.finished, before, len(turn.token_ids))
 
     def _fail(self, session: Session, reason: str) -> None:
-        self._end(session, Outcome(None, error=reason), reason)
+        self._end(session, EpisodeResult(None, error=reason), reason)
 
-    def _end(self, session: Session, outcome: Outcome, reason: str, given: Outcome | None = None) -> None:
+    def _end(self, session: Session, outcome: EpisodeResult, reason: str, given: EpisodeResult | None = None) -> None:
         self._taken.pop(session.name, None)
         self._past[session.name] = _Past(reason, session.owner, given, session.transcript.turns)
         if len(self._past) > _MOST_ENDED:
@@ -320,7 +320,7 @@ def _run_has_ended() -> Refusal:
     return Refusal("the run stops: it has no more sessions", 503, "run_ended")
 
 
-def _function(call: Call) -> dict[str, object]:
+def _function(call: ToolCall) -> dict[str, object]:
     return {"name": call.name, "arguments": call.arguments}
 
 

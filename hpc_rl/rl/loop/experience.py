@@ -41,9 +41,9 @@ from tensordict import TensorDict
 from hpc_rl.algorithms.advantages import opd, overlong_penalty, to_tokens, token_rewards, total_of_each
 from hpc_rl.algorithms.aggregation import LOSS_AGGREGATIONS, MiniBatchTotals
 from hpc_rl.algorithms.correction import correction_weights, importance_ratios
+from hpc_rl.algorithms.estimator_interface import AdvantageInputs
 from hpc_rl.algorithms.estimators import ESTIMATORS
 from hpc_rl.algorithms.kl import KL_ESTIMATORS
-from hpc_rl.algorithms.outcome import Outcome
 from hpc_rl.config.rl.algorithm import AlgorithmConfig
 from hpc_rl.config.rl.ppo import PpoConfig
 from hpc_rl.rl.loop.assignment import mini_batches
@@ -138,7 +138,7 @@ def add_advantages(
     if "teacher_logprobs" in experience:
         teacher_N = opd(column("teacher_logprobs"), column("old_logprobs"), teacher_coeff)
     estimate = ESTIMATORS[algorithm.advantage](
-        Outcome(
+        AdvantageInputs(
             rewards_N=column("rewards"),
             lengths_B=lengths_B[scored_B],
             groups_B=experience["group"][scored_B],

@@ -15,7 +15,7 @@ from hpc_rl.data.reading.sources import all_rows
 from hpc_rl.data.tokenized import Tokenize, Unstorable
 from hpc_rl.errors import UserError
 from hpc_rl.run_dir import RunDir, trusted_group
-from hpc_rl.token_cache.cache import Unwritable, folder_of, open_kept
+from hpc_rl.token_cache.cache import Unwritable, folder_of, open_cached
 from hpc_rl.token_cache.entry import Files, TokenizeRequest
 from hpc_rl.training.parallel.distributed import ONE_PROCESS
 from hpc_rl.training.stopping import Stopping
@@ -86,7 +86,7 @@ class PromptLoader:
         folder = folder_of(self._config, self._run)
         group = trusted_group(self._run.path, self._config.slurm.group)
         try:
-            return open_kept(request, folder, group, ONE_PROCESS, self._stopping)
+            return open_cached(request, folder, group, ONE_PROCESS, self._stopping)
         except Unwritable as error:
             raise Unstorable(
                 f"{folder} cannot be used ({error}); to store them, set cache.data_dir to a folder with space that "

@@ -16,7 +16,7 @@ from tensordict import TensorDict
 
 from hpc_rl.config.rl.reward import OptionalRewardConfig
 from hpc_rl.data.prompts import Prompt
-from hpc_rl.environments.protocol import Outcome
+from hpc_rl.environments.protocol import EpisodeResult
 from hpc_rl.errors import RunError
 from hpc_rl.rewards.scorer import Scorer, Scores, final_values
 from hpc_rl.rl.actors.calls import Pending
@@ -185,7 +185,7 @@ class EnvironmentScoring:
         values[[index for index, _ in errors]] = math.nan
         return Scores(values, errors, [self._components(outcome) for outcome in outcomes])
 
-    def _components(self, outcome: Outcome) -> dict[str, float]:
+    def _components(self, outcome: EpisodeResult) -> dict[str, float]:
         """Return what the environment reported. With another source, its reward is one of the components."""
         own = {} if outcome.score is None or self._other is None else {"environment": outcome.score}
         return {**own, **outcome.components}

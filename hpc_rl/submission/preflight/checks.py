@@ -26,7 +26,7 @@ from hpc_rl.formats.model_kind import (
     refuse_without_liger,
 )
 from hpc_rl.images.run_options import image_preflight
-from hpc_rl.liveness.signs_of_life import doing
+from hpc_rl.liveness.activity import doing
 from hpc_rl.plan.memory import Planned, models_of
 from hpc_rl.rewards.check import check_url
 from hpc_rl.software.ray_version import check_ray, installed_ray
@@ -61,7 +61,7 @@ from hpc_rl.submission.preflight.model import (
     check_same_vocabulary,
     check_unquantised,
 )
-from hpc_rl.submission.preflight.partition import ask_of, check_partition
+from hpc_rl.submission.preflight.partition import check_partition, partition_request
 from hpc_rl.submission.preflight.program import (
     check_agent,
     check_packages,
@@ -306,7 +306,7 @@ def program(job: Job) -> Iterator[Question]:
 
 def partition(job: Job) -> Iterator[Question]:
     """Ask whether the partition has enough nodes, and time, for the job."""
-    if ask := ask_of(job.config):
+    if ask := partition_request(job.config):
         yield check_partition, ask, job.nodes
 
 

@@ -16,7 +16,7 @@ from hpc_rl.submission.resources import asks_for_gpus, cpus_per_node, memory_per
 
 
 @dataclass(frozen=True)
-class Ask:
+class PartitionRequest:
     """The request that a partition has to be able to grant. All runs of a sweep have the same request."""
 
     partition: str | None
@@ -29,16 +29,16 @@ class Ask:
     """The cluster; empty for the local one."""
 
 
-def ask_of(config: JobConfig) -> Ask | None:
+def partition_request(config: JobConfig) -> PartitionRequest | None:
     """Return the request of a job; None if its nodes come from one of several clusters, or from a reservation."""
     slurm = config.slurm
     if "reservation" in slurm.sbatch or not is_single(slurm.clusters):
         return None
     time = None if slurm.qos is not None else slurm.time  # a quality of service may have a limit of its own
-    return Ask(slurm.partition, _need(config), time, slurm.qos is not None, slurm.clusters)
+    return PartitionRequest(slurm.partition, _need(config), time, slurm.qos is not None, slurm.clusters)
 
 
-def check_partition(ask: Ask, nodes: commands.NodeListing) -> str | None:
+def check_partition(ask: PartitionRequest, nodes: commands.NodeListing) -> str | None:
     """Compare the request with the nodes and time limits that sinfo shows, if Slurm is installed.
 
     Returns:
@@ -68,7 +68,7 @@ def _need(config: JobConfig) -> Need:
     )
 
 
-def _too_long(groups: Sequence[NodeGroup], ask: Ask) -> str | None:
+def _too_long(groups: Sequence[NodeGroup], ask: PartitionRequest) -> str | None:
     if ask.time is None:
         return None
     names = ask.partition.split(",") if ask.partition else [group.partition for group in groups if group.is_default]

@@ -18,9 +18,8 @@ from hpc_rl.config.pipeline import ROUND, PlannedStage, expand, load_pipeline
 from hpc_rl.config.training.common import TrainingConfig
 from hpc_rl.config.tree import changes, flat, read_options
 from hpc_rl.errors import UnclearError, UserError
-from hpc_rl.run_dir import submitting
 from hpc_rl.runs.control import take_back
-from hpc_rl.runs.folders import ROOT, is_pipeline
+from hpc_rl.runs.folders import ROOT, is_pipeline, submitting
 from hpc_rl.runs.run_sets import PipelineDir
 from hpc_rl.runs.status import place_of, status_of
 from hpc_rl.slurm import commands

@@ -12,8 +12,7 @@ from hpc_rl import __version__
 from hpc_rl.config.compose import compose_each
 from hpc_rl.config.job import JobConfig
 from hpc_rl.errors import UnclearError, UserError
-from hpc_rl.run_dir import submitting
-from hpc_rl.runs.folders import ROOT
+from hpc_rl.runs.folders import ROOT, submitting
 from hpc_rl.runs.models import models_of_runs
 from hpc_rl.runs.run_sets import SweepDir
 from hpc_rl.sites.profile import load_profile

@@ -8,7 +8,7 @@ from statistics import median
 
 from hpc_rl.formats.usage import NodeUsage, UsageSample
 from hpc_rl.tracking.page.plot import Plot, Point, Series
-from hpc_rl.tracking.recorded import Recorded
+from hpc_rl.tracking.recorded import RecordedRun
 from hpc_rl.tracking.timeline import OTHER_COLOUR, named
 
 _MOST_PHASES = 7
@@ -171,7 +171,7 @@ SPEED = (
 )
 
 
-def plots_of_run(run: Recorded) -> list[PlotGroup]:
+def plots_of_run(run: RecordedRun) -> list[PlotGroup]:
     """Return all plots of one run for which there is data."""
     marks = restarts(run)
     speed = _figures(run, SPEED, marks)
@@ -189,7 +189,7 @@ def plots_of_run(run: Recorded) -> list[PlotGroup]:
     return [group for group in groups if group.figures]
 
 
-def plots_of_runs(runs: Sequence[Recorded]) -> list[PlotGroup]:
+def plots_of_runs(runs: Sequence[RecordedRun]) -> list[PlotGroup]:
     """Return one plot per metric with one line per run."""
     groups = []
     for title, charts in (("Learning", LEARNING), ("Updates", UPDATES), ("Speed and memory", SPEED)):
@@ -205,7 +205,7 @@ def plots_of_runs(runs: Sequence[Recorded]) -> list[PlotGroup]:
     return [group for group in groups if group.figures]
 
 
-def phase_medians(runs: Sequence[Recorded]) -> list[tuple[str, list[float | None]]]:
+def phase_medians(runs: Sequence[RecordedRun]) -> list[tuple[str, list[float | None]]]:
     """Return (phase, median seconds of a step in each run), the longest phase first and the whole step last."""
     keys = {key for run in runs for record in run.records for key in record if key.startswith("timing_s/")}
     rows = []
@@ -216,7 +216,7 @@ def phase_medians(runs: Sequence[Recorded]) -> list[tuple[str, list[float | None
     return rows
 
 
-def restarts(run: Recorded) -> list[float]:
+def restarts(run: RecordedRun) -> list[float]:
     """Return the steps after which a new attempt resumed."""
     began = [attempt.began for attempt in run.history.attempts[1:] if attempt.began is not None]
     steps = []
@@ -227,7 +227,7 @@ def restarts(run: Recorded) -> list[float]:
     return steps
 
 
-def phase_series(run: Recorded) -> list[Series]:
+def phase_series(run: RecordedRun) -> list[Series]:
     """Return timing_s/<phase> of every step as series that add up, the longest phase first.
 
     What timing_s/step has beyond the phases is called "other".
@@ -302,7 +302,7 @@ def _few(series: list[Series]) -> list[Series]:
     return [Series(name, [(row[0][0], of([value for _, value in row])) for row in rows]) for name, of in summaries]
 
 
-def _figures(run: Recorded, charts: Sequence[Chart], marks: Sequence[float]) -> list[Figure]:
+def _figures(run: RecordedRun, charts: Sequence[Chart], marks: Sequence[float]) -> list[Figure]:
     figures = []
     for chart in charts:
         lines = [Series(name, run.points(key), 1 if name == "validation" else None) for key, name in chart.metrics]

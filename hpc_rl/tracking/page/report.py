@@ -25,7 +25,7 @@ from hpc_rl.tracking.history import ended_with
 from hpc_rl.tracking.page.charts import PlotGroup, phase_medians, plots_of_run, plots_of_runs
 from hpc_rl.tracking.page.plot import as_script_data, is_binned, plot_data
 from hpc_rl.tracking.page.sweep_charts import best_first, is_pipeline, sweep_plots, swept_keys
-from hpc_rl.tracking.recorded import Recorded, differences, read_run
+from hpc_rl.tracking.recorded import RecordedRun, differences, read_run
 from hpc_rl.tracking.samples import excerpts_of_run, excerpts_of_runs
 from hpc_rl.tracking.summary import run_summary
 from hpc_rl.tracking.timeline import rows, ticks
@@ -64,7 +64,7 @@ def failure_reported(run: RunDir) -> Iterator[None]:
         raise
 
 
-def write_page(runs: Sequence[Recorded], path: Path, refresh_s: float | None = None) -> Path:
+def write_page(runs: Sequence[RecordedRun], path: Path, refresh_s: float | None = None) -> Path:
     """Write a page about these runs, whole or not at all; return its path.
 
     Args:
@@ -86,7 +86,7 @@ def write_page(runs: Sequence[Recorded], path: Path, refresh_s: float | None = N
     return path
 
 
-def render_page(runs: Sequence[Recorded], refresh_s: float | None = None) -> str:
+def render_page(runs: Sequence[RecordedRun], refresh_s: float | None = None) -> str:
     """Render the page. Text of a run is escaped, and the page's policy lets no script run but its own."""
     several, swept = len(runs) > 1, swept_keys(runs)
     sorts = bool(swept) and not is_pipeline(runs)
@@ -129,7 +129,7 @@ def render_page(runs: Sequence[Recorded], refresh_s: float | None = None) -> str
     )
 
 
-def _title(runs: Sequence[Recorded]) -> str:
+def _title(runs: Sequence[RecordedRun]) -> str:
     names = [run.name for run in runs]
     sweeps = {name.rpartition("_")[0] for name in names}
     if len(sweeps) == 1 and all(run.swept for run in runs):
@@ -142,14 +142,14 @@ def _labels(tables: Sequence[dict[str, str]]) -> list[str]:
     return [label for label in tables[0] if any(table[label] for table in tables)]
 
 
-def _shared(runs: Sequence[Recorded]) -> str:
+def _shared(runs: Sequence[RecordedRun]) -> str:
     """Return the options that all runs have in common, as YAML with dotted keys; empty for runs of several kinds."""
     differing = {key for key, _ in differences(runs)}
     shared = {key: value for key, value in runs[0].options.items() if key not in differing}
     return yaml.safe_dump(shared, sort_keys=False) if shared and len({run.kind for run in runs}) == 1 else ""
 
 
-def _timeline(run: Recorded) -> dict[str, Any] | None:
+def _timeline(run: RecordedRun) -> dict[str, Any] | None:
     found = run.timeline
     if found is None or not found.phases:
         return None

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from hpc_rl.tracking.page.charts import Figure, PlotGroup
 from hpc_rl.tracking.page.plot import Plot, Series
-from hpc_rl.tracking.recorded import STAGE, STAGE_KEYS, Recorded
+from hpc_rl.tracking.recorded import STAGE, STAGE_KEYS, RecordedRun
 from hpc_rl.tracking.summary import result_of
 
 RESULTS = (
@@ -22,17 +22,17 @@ _MOST_LINES = 8
 """With more combinations of the other hyperparameters, a plot shows their highest, mean and lowest result."""
 
 
-def is_pipeline(runs: Sequence[Recorded]) -> bool:
+def is_pipeline(runs: Sequence[RecordedRun]) -> bool:
     """Return whether any of the runs is a stage of a pipeline: they are then shown in the order in which they ran."""
     return any(tuple(run.swept) == STAGE_KEYS for run in runs)
 
 
-def swept_keys(runs: Sequence[Recorded]) -> list[str]:
+def swept_keys(runs: Sequence[RecordedRun]) -> list[str]:
     """Return the keys that the sweep set, in its order."""
     return list(dict.fromkeys(key for run in runs for key in run.swept))
 
 
-def best_first(runs: Sequence[Recorded]) -> list[Recorded]:
+def best_first(runs: Sequence[RecordedRun]) -> list[RecordedRun]:
     """Order runs by the first metric of RESULTS that any of them has; runs without it come last."""
     for key, _, more_is_better in RESULTS:
         found = {id(run): mean for run in runs if (mean := result_of(run, key)) is not None}
@@ -42,7 +42,7 @@ def best_first(runs: Sequence[Recorded]) -> list[Recorded]:
     return list(runs)
 
 
-def sweep_plots(runs: Sequence[Recorded]) -> list[PlotGroup]:
+def sweep_plots(runs: Sequence[RecordedRun]) -> list[PlotGroup]:
     """Return a group per swept key: the mean of each metric's last tenth against the key's values. Of a pipeline, only
     the round is such a key.
 
@@ -60,7 +60,7 @@ def sweep_plots(runs: Sequence[Recorded]) -> list[PlotGroup]:
     return [group for group in groups if group.figures]
 
 
-def _lines(runs: Sequence[Recorded], key: str, values: Sequence[str], metric: str) -> list[Series]:
+def _lines(runs: Sequence[RecordedRun], key: str, values: Sequence[str], metric: str) -> list[Series]:
     measured: dict[str, dict[float, float]] = {}
     for run in runs:
         mean = result_of(run, metric)

@@ -29,7 +29,7 @@ from hpc_rl.run_dir import RunDir
 from hpc_rl.system.disk import explained
 from hpc_rl.system.files import refuse_occupied
 from hpc_rl.system.ownership import own_folders
-from hpc_rl.system.scratch import held, remove_abandoned
+from hpc_rl.system.scratch import marked_in_use, remove_abandoned
 from hpc_rl.training.checkpoints import adapter_weights, checkpoint, folders, model_state
 from hpc_rl.training.checkpoints.adapter_weights import Weights
 from hpc_rl.training.checkpoints.model_state import UnreadableError
@@ -113,7 +113,7 @@ def new_folder(
         with _explained(out):
             remove_abandoned(own_folders(out.parent, f".{glob.escape(out.name)}.tmp*"))
             partial.mkdir(parents=True)
-        with held(partial):
+        with marked_in_use(partial):
             model_state.stored_weights(_part(path))  # before the other files of a checkpoint that is no checkpoint
             with _explained(out):
                 _write_settings(path, partial, dtype, merge)

@@ -22,13 +22,13 @@ from pyarrow import parquet
 from hpc_rl.data.reading import stream, windows
 from hpc_rl.data.reading.sources import BLOCK_ROWS
 from hpc_rl.data.reading.stream import (
-    Alive,
     DataSet,
     HubFailed,
-    Pinned,
+    RowsArrived,
     Stream,
-    WindowOrder,
-    Written,
+    VersionKnown,
+    WindowDone,
+    WindowRequest,
     is_temporary,
     write_window,
 )
@@ -94,7 +94,7 @@ class Told:
         self.reports, self.waits = list(reports), list[float]()
 
     def send(self, value: object) -> None:
-        assert isinstance(value, DataSet | WindowOrder)
+        assert isinstance(value, DataSet | WindowRequest)
 
     def has_answer(self, seconds: float) -> bool:
         self.waits.append(seconds)
@@ -200,8 +200,8 @@ def test_an_error_from_reading_ahead_is_final_only_if_it_comes_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     first, second, third = (
-        Told(Written(False, None), UserError("the token has expired")),
-        Told(Written(False, None)),
+        Told(WindowDone(False, None), UserError("the token has expired")),
+        Told(WindowDone(False, None)),
         Told(UserError("it is gone")),
     )
     started = iter([first, second, third])
@@ -225,7 +225,7 @@ def test_an_error_from_reading_ahead_is_final_only_if_it_comes_again(
 
 
 def test_a_window_that_was_read_ahead_is_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    told = Told(Written(False, None))
+    told = Told(WindowDone(False, None))
     monkeypatch.setattr(windows, "WorkerProcess", lambda *_: told)
     one = reader(tmp_path, 10)
     one.start(0)
@@ -234,7 +234,7 @@ def test_a_window_that_was_read_ahead_is_not_waited_for(tmp_path: Path, monkeypa
 
 
 def test_rows_of_a_process_that_has_ended_are_read_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    first, second = Told(Written(False, None)), Told(Written(False, None))
+    first, second = Told(WindowDone(False, None)), Told(WindowDone(False, None))
     started = iter([first, second])
     monkeypatch.setattr(windows, "WorkerProcess", lambda *_: next(started))
     one = reader(tmp_path, 10)
@@ -322,7 +322,7 @@ def test_rows_after_a_fault_are_neither_lost_nor_repeated(
     one, reports = opened(monkeypatch, source)
     found, first = list[int](), 0
     for rows in (300, 500, 500):
-        written = write_window(one, WindowOrder(tmp_path / "rows.jsonl", first, rows, None))
+        written = write_window(one, WindowRequest(tmp_path / "rows.jsonl", first, rows, None))
         with (tmp_path / "rows.jsonl").open() as lines:
             found += [json.loads(line)["n"] for line in lines]
         first += rows
@@ -333,25 +333,25 @@ def test_rows_after_a_fault_are_neither_lost_nor_repeated(
 
 
 def test_a_window_is_read_from_its_place_or_counted(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    def read(one: Stream, order: WindowOrder) -> tuple[Written, list[int]]:
+    def read(one: Stream, order: WindowRequest) -> tuple[WindowDone, list[int]]:
         written = write_window(one, order)
         with order.path.open() as lines:
             return written, [json.loads(line)["n"] for line in lines]
 
     path = tmp_path / "rows.jsonl"
     one, _ = opened(monkeypatch, Source())
-    written, _ = read(one, WindowOrder(path, 0, 333, None))
+    written, _ = read(one, WindowRequest(path, 0, 333, None))
     assert written.next is not None and not written.is_last
     cursor = json.loads(json.dumps(written.next))
     for place, by in ((cursor, "known"), ({**cursor, "by": "another version"}, "counted"), (None, "counted")):
         source = Source((2, ConnectionError())) if by == "known" else Source()
         other, reports = opened(monkeypatch, source)
-        assert read(other, WindowOrder(path, 333, 100, place))[1] == list(range(333, 433))
+        assert read(other, WindowRequest(path, 333, 100, place))[1] == list(range(333, 433))
         assert (2 in source.faults) == (by == "known")  # the first file is not read again
-        assert reports == [Pinned(COMMIT), Alive()]
-    last, rows = read(one, WindowOrder(path, 333, 667, None))
+        assert reports == [VersionKnown(COMMIT), RowsArrived()]
+    last, rows = read(one, WindowRequest(path, 333, 667, None))
     assert last.is_last and rows == list(range(333, ROWS))
-    assert read(one, WindowOrder(path, 0, 5, None))[1] == list(range(5))  # the next pass
+    assert read(one, WindowRequest(path, 0, 5, None))[1] == list(range(5))  # the next pass
     with pytest.raises(UserError, match=r"^the data set 'me/Lines' has 1,000 rows, and row 1,002 is needed"):
         one.seek(1001, None)
 
@@ -363,25 +363,25 @@ def test_signs_of_life_are_few(monkeypatch: pytest.MonkeyPatch) -> None:
     for _ in range(4):
         one.take(10)
         now[0] += 0.6
-    assert reports == [Pinned(COMMIT), Alive(), Alive()]
+    assert reports == [VersionKnown(COMMIT), RowsArrived(), RowsArrived()]
 
 
 def test_a_fault_of_the_data_is_an_error_at_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     one, reports = opened(monkeypatch, Source((20, ValueError("not\nJSON"))))
     with pytest.raises(UserError, match=r"^cannot read me/Lines from http.*: not JSON$"):
-        write_window(one, WindowOrder(tmp_path / "rows.jsonl", 0, 100, None))
-    assert not (tmp_path / "rows.jsonl").exists() and reports == [Pinned(COMMIT)]
+        write_window(one, WindowRequest(tmp_path / "rows.jsonl", 0, 100, None))
+    assert not (tmp_path / "rows.jsonl").exists() and reports == [VersionKnown(COMMIT)]
 
 
 def test_rows_that_cannot_be_written_are_an_error_of_the_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     one, _ = opened(monkeypatch, Source())
     with pytest.raises(RunError, match=r"none/rows.jsonl could not be written: "):
-        write_window(one, WindowOrder(tmp_path / "none" / "rows.jsonl", 0, 100, None))
+        write_window(one, WindowRequest(tmp_path / "none" / "rows.jsonl", 0, 100, None))
 
 
 def test_dates_become_text(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     one, _ = opened(monkeypatch, Source())
-    write_window(one, WindowOrder(tmp_path / "rows.jsonl", 0, 2, None))
+    write_window(one, WindowRequest(tmp_path / "rows.jsonl", 0, 2, None))
     assert (tmp_path / "rows.jsonl").read_text() == '{"n": 0, "date": "1970-01-01"}\n{"n": 1, "date": "1970-01-02"}\n'
 
 
@@ -390,7 +390,7 @@ def test_text_that_is_not_valid_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_
     monkeypatch.setattr(one, "seek", lambda row, cursor: None)
     monkeypatch.setattr(one, "take", lambda count: [{"a": "x"}, {"a": ["\ud800"]}])
     with pytest.raises(UserError, match=r", row 12: not valid text in column 'a'"):
-        write_window(one, WindowOrder(tmp_path / "rows.jsonl", 10, 2, None))
+        write_window(one, WindowRequest(tmp_path / "rows.jsonl", 10, 2, None))
 
 
 class Answer(Exception):
@@ -441,7 +441,7 @@ def test_the_process_reports_an_error_and_ends(tmp_path: Path) -> None:
     sockets = socket.socketpair()
     ours: Connection[Any, Any] = Connection(sockets[0].detach())
     ours.send(DataSet("me/Lines", "train", ("n",), COMMIT, tmp_path))
-    ours.send(WindowOrder(tmp_path / "none" / "rows.jsonl", 0, 1, None))
+    ours.send(WindowRequest(tmp_path / "none" / "rows.jsonl", 0, 1, None))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(stream, "die_with_parent", lambda: None)
         stream.serve(sockets[1].detach())
@@ -454,7 +454,7 @@ def test_requests_that_datasets_repeats_are_reported(tmp_path: Path, monkeypatch
         def read(self) -> bytes:
             raise TimeoutError("no answer\nin time")
 
-    def read(*_: object) -> Written:
+    def read(*_: object) -> WindowDone:
         logging.getLogger("datasets.utils.file_utils").warning("waiting")
         with pytest.raises(ConnectionError, match="Server Disconnected"):
             file_utils._add_retries_to_file_obj_read_method(Broken()).read()
@@ -468,7 +468,7 @@ def test_requests_that_datasets_repeats_are_reported(tmp_path: Path, monkeypatch
     sockets = socket.socketpair()
     ours: Connection[Any, Any] = Connection(sockets[0].detach())
     ours.send(DataSet("me/Lines", "train", ("n",), COMMIT, tmp_path))
-    ours.send(WindowOrder(tmp_path / "rows.jsonl", 0, 1, None))
+    ours.send(WindowRequest(tmp_path / "rows.jsonl", 0, 1, None))
     stream.serve(sockets[1].detach())
     found = [ours.recv() for _ in range(3) if ours.poll(1)]
     assert found == [HubFailed("waiting"), HubFailed("no answer in time"), HubFailed("no answer in time")]
@@ -477,15 +477,15 @@ def test_requests_that_datasets_repeats_are_reported(tmp_path: Path, monkeypatch
 def test_numbers_of_windows() -> None:
     log = WindowLog("me/Lines", 10)
     assert [log.place(window) for window in (0, 7)] == [0, 7]
-    log.note(0, Written(False, {"at": 1}))
-    log.note(0, Written(False, {"at": 1}))  # read again
-    log.note(1, Written(False, {"at": 2}))
+    log.note(0, WindowDone(False, {"at": 1}))
+    log.note(0, WindowDone(False, {"at": 1}))  # read again
+    log.note(1, WindowDone(False, {"at": 2}))
     assert (log.cursors, log.count) == ([None, {"at": 1}, {"at": 2}], None)
-    log.note(2, Written(True, {"at": 3}))
+    log.note(2, WindowDone(True, {"at": 3}))
     assert (log.cursors, log.count) == ([None, {"at": 1}, {"at": 2}], 3)
     assert [log.place(window) for window in range(2, 8)] == [2, 0, 1, 2, 0, 1]
-    log.note(5, Written(True, None))
-    log.note(3, Written(False, {"at": 1}))
+    log.note(5, WindowDone(True, None))
+    log.note(3, WindowDone(False, {"at": 1}))
     assert (log.cursors, log.count) == ([None, {"at": 1}, {"at": 2}], 3)
 
 
@@ -523,7 +523,7 @@ def test_the_log_of_a_run_is_on_the_disk_before_it_has_its_name(
     one = reader(tmp_path, 10)
     monkeypatch.setattr(os, "fsync", synced)
     monkeypatch.setattr(Path, "replace", renamed)
-    monkeypatch.setattr(windows, "WorkerProcess", lambda *_: Told(Written(False, None)))
+    monkeypatch.setattr(windows, "WorkerProcess", lambda *_: Told(WindowDone(False, None)))
     assert one.look(0)
     (partial, text), *others = events
     assert text == (tmp_path / "windows.json").read_text() and json.loads(str(text))["cursors"] == [None, None]

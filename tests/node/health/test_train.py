@@ -9,7 +9,7 @@ import pytest
 
 from hpc_rl.formats.acceptance import Line, append, read, results_file
 from hpc_rl.node.health import train as doctor_train
-from hpc_rl.node.health.train import Node, entry, follow, lead, settle
+from hpc_rl.node.health.train import SessionNode, entry, follow, lead, settle
 from hpc_rl.slurm.allocation import Allocation
 
 ROOT = Path(__file__).parents[3]
@@ -23,7 +23,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[L
     monkeypatch.setattr(doctor_train, "GRACE_S", 0.2)
 
     def go(nodes: int = 1, **fates: dict[str, str]) -> list[Line]:
-        def fake(node: Node, number: int, launcher: str) -> list[str]:
+        def fake(node: SessionNode, number: int, launcher: str) -> list[str]:
             words = [f"{name}={fate}" for name, fate in fates.get(launcher, {"ok": "pass"}).items()]
             rank = str(node.allocation.node_rank)
             return ["tests.node.fake_session", rank, str(node.results), str(node.session(number)), launcher, *words]
@@ -32,11 +32,11 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[L
         allocation = Allocation("7", 0, ("a", "b")[:nodes], 0, 1)
         followers = []
         if nodes == 2:
-            second = Node(Allocation("7", 0, ("a", "b"), 1, 1), tmp_path, OPTIONS, [])
+            second = SessionNode(Allocation("7", 0, ("a", "b"), 1, 1), tmp_path, OPTIONS, [])
             followers = [threading.Thread(target=follow, args=(second, tmp_path))]
         for follower in followers:
             follower.start()
-        lead(Node(allocation, tmp_path, OPTIONS, []), tmp_path / "scratch")
+        lead(SessionNode(allocation, tmp_path, OPTIONS, []), tmp_path / "scratch")
         for follower in followers:
             follower.join(timeout=600)
             assert not follower.is_alive()
@@ -103,7 +103,7 @@ def test_a_second_node_follows(run: Callable[..., list[Line]], tmp_path: Path) -
 
 
 def test_the_entries_are_those_of_jobs(tmp_path: Path) -> None:
-    node = Node(Allocation("7", 0, ("a", "b"), 0, 1), tmp_path, OPTIONS, ["--num-cpus", "3"])
+    node = SessionNode(Allocation("7", 0, ("a", "b"), 0, 1), tmp_path, OPTIONS, ["--num-cpus", "3"])
     torchrun, ray = entry(node, 1, "torchrun"), entry(node, 1, "ray")
     assert torchrun[:3] == ["hpc_rl.node.torchrun", "--processes", "1"]
     assert torchrun[torchrun.index("--") + 1 :][:3] == ["-P", "-m", "hpc_rl.probes.acceptance.on_ranks"]

@@ -3,7 +3,7 @@ from pathlib import Path
 import pytest
 
 from hpc_rl.errors import UserError
-from hpc_rl.node.ray_cluster.limits import granted
+from hpc_rl.node.ray_cluster.limits import ray_resources
 from hpc_rl.slurm.allocation import Allocation
 
 ALONE = Allocation("7", 0, ("a", "b"), 0, cpus=8)
@@ -24,7 +24,9 @@ def machine(tmp_path: Path) -> Path:
 def grant(
     machine: Path, allocation: Allocation = ALONE, environ: dict[str, str] | None = None, **wanted: int
 ) -> list[int]:
-    found = granted(allocation, environ or {}, cgroups=machine / "cg", proc=machine / "proc", shm=machine, **wanted)
+    found = ray_resources(
+        allocation, environ or {}, cgroups=machine / "cg", proc=machine / "proc", shm=machine, **wanted
+    )
     return [found.cpus, found.gpus, found.memory, found.object_store]
 
 

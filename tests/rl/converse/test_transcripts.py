@@ -6,13 +6,13 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hpc_rl.environments.protocol import Outcome
+from hpc_rl.environments.protocol import EpisodeResult
 from hpc_rl.rl.converse.transcripts import Transcript
 from hpc_rl.rl.loop.experience import new_experience
 from hpc_rl.rl.rollout.engine import Completion, Span
 
 PROMPT = np.array([7, 8], np.int32)
-OUTCOME = Outcome(1.0)
+OUTCOME = EpisodeResult(1.0)
 MESSAGES = [{"role": "assistant", "content": "4"}]
 turns_of_spans = st.lists(
     st.lists(st.tuples(st.integers(0, 3), st.integers(1, 4)), min_size=1, max_size=3), min_size=1, max_size=4

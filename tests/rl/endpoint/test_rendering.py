@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hpc_rl.environments.tool_calls import Call, Malformed
+from hpc_rl.environments.tool_calls import MalformedCall, ToolCall
 from hpc_rl.rl.endpoint.messages import Refusal
 from hpc_rl.rl.endpoint.rendering import Rendering
 from hpc_rl.rl.rollout.engine import Completion
@@ -48,15 +48,15 @@ def turn(text: str, finished: bool = True) -> Completion:
 )
 def test_a_turn_as_a_message(template: str, text: str, thinking: str, said: str, calls: int) -> None:
     found = rendering(template, "agent.tool_format=hermes").read(turn(text), [tool(x={"type": "integer"})])
-    assert found == (thinking, said, [Call("add", {"x": 1})] * calls)
+    assert found == (thinking, said, [ToolCall("add", {"x": 1})] * calls)
 
 
 def test_calls_that_cannot_be_read_stay_in_the_text() -> None:
     own = rendering(CHATML, "agent.tool_format=hermes")
     _, said, calls = own.read(turn("So. <tool_call>{"), [tool()])
-    assert said == "So. <tool_call>{" and len(calls) == 1 and isinstance(calls[0], Malformed)
+    assert said == "So. <tool_call>{" and len(calls) == 1 and isinstance(calls[0], MalformedCall)
     _, said, calls = own.read(turn("So. <tool_call>{</tool_call>" + CALL), [tool()])
-    assert said == "So." and [type(call) for call in calls] == [Malformed, Call]
+    assert said == "So." and [type(call) for call in calls] == [MalformedCall, ToolCall]
     assert own.read(turn("So." + CALL), []) == ("", "So." + CALL, []), "the agent has no tools"
     assert own.read(turn("So." + CALL, finished=False), [tool()]) == ("", "So." + CALL, []), "it was cut off"
 
@@ -79,10 +79,10 @@ def test_calls_that_cannot_be_read_stay_in_the_text() -> None:
 def test_arguments_without_types_get_those_of_the_tool(schema: Any, text: str, value: Any) -> None:
     own = rendering(CHATML, "agent.tool_format=xml")
     written = f"<function=add><parameter=x>{text}</parameter><parameter=y>{text}</parameter></function>"
-    assert own.read(turn(written), [tool(x=schema)])[2] == [Call("add", {"x": value, "y": text})]
+    assert own.read(turn(written), [tool(x=schema)])[2] == [ToolCall("add", {"x": value, "y": text})]
     other = tool(x=schema)
     other["function"]["name"] = "sub"
-    assert own.read(turn(written), [other])[2] == [Call("add", {"x": text, "y": text})]
+    assert own.read(turn(written), [other])[2] == [ToolCall("add", {"x": text, "y": text})]
 
 
 def test_what_does_not_fit_the_template_is_refused() -> None:

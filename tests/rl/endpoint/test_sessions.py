@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from hpc_rl.data.prompts import Prompt
-from hpc_rl.environments.protocol import Outcome
+from hpc_rl.environments.protocol import EpisodeResult
 from hpc_rl.rl.endpoint import sessions as module
 from hpc_rl.rl.endpoint.messages import Refusal, read_chat
 from hpc_rl.rl.endpoint.rendering import Rendering
@@ -92,7 +92,7 @@ def test_an_agent_that_ends_takes_only_its_own_sessions_along(sessions: Sessions
     assert not has_ended(first), "its turn is not complete"
     turn(sessions, first)
     assert has_ended(first) and not has_ended(second)
-    assert first.outcome == Outcome(None, error="agent 0 ended with exit code 1") and second.outcome is None
+    assert first.outcome == EpisodeResult(None, error="agent 0 ended with exit code 1") and second.outcome is None
     response = asyncio.run(first.end())
     assert response.token_ids.tolist() == [7, 0] and not response.finished
 
@@ -110,7 +110,7 @@ def test_sessions_that_wait_end_only_if_no_agent_does_anything(sessions: Session
     assert not has_ended(waiting)
     sessions.expire(now_s + 2 * TIMEOUT_S + 30)
     assert has_ended(waiting) and sessions.take(key) is None
-    assert first.outcome == Outcome(None, error="the agent took more than 600 s (agent.timeout_s)")
+    assert first.outcome == EpisodeResult(None, error="the agent took more than 600 s (agent.timeout_s)")
 
 
 def test_agents_that_only_come_and_go_do_nothing(sessions: Sessions, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -153,13 +153,13 @@ def test_an_agent_may_give_up_while_the_policy_writes(sessions: Sessions) -> Non
     taken(sessions, key)
     reply = sessions.chat(key, session.name, read_chat({"messages": [ASK]}))
     with pytest.raises(Refusal, match="a turn of the session is being generated"):
-        sessions.finish(key, session.name, Outcome(1.0))
-    sessions.finish(key, session.name, Outcome(None, error="too slow"))
+        sessions.finish(key, session.name, EpisodeResult(1.0))
+    sessions.finish(key, session.name, EpisodeResult(None, error="too slow"))
     with pytest.raises(Refusal, match="has ended: the agent has ended it"):
         reply.result(0)
     assert not has_ended(session)
     turn(sessions, session)
-    assert has_ended(session) and session.outcome == Outcome(None, error="too slow")
+    assert has_ended(session) and session.outcome == EpisodeResult(None, error="too slow")
 
 
 def test_a_session_counts_for_the_agents_only_with_its_reward(sessions: Sessions) -> None:
@@ -169,9 +169,9 @@ def test_a_session_counts_for_the_agents_only_with_its_reward(sessions: Sessions
         taken(sessions, key)
     sessions.chat(key, session.name, read_chat({"messages": [ASK]}))
     turn(sessions, session)
-    sessions.finish(key, session.name, Outcome(1.0))
+    sessions.finish(key, session.name, EpisodeResult(1.0))
     assert sessions.rewarded == 1
-    sessions.finish(key, failed.name, Outcome(None, error="no disk"))
+    sessions.finish(key, failed.name, EpisodeResult(None, error="no disk"))
     assert sessions.rewarded == 1 and has_ended(session) and has_ended(failed)
 
 
@@ -198,10 +198,10 @@ def test_only_the_latest_ends_are_remembered(sessions: Sessions, monkeypatch: py
     names = [opened(sessions).name for _ in range(3)]
     for name in names:
         taken(sessions, key)
-        sessions.finish(key, name, Outcome(None, error="no disk"))
+        sessions.finish(key, name, EpisodeResult(None, error="no disk"))
     for name, status in zip(names, (404, 410, 410), strict=True):
         with pytest.raises(Refusal) as refusal:
-            sessions.finish(key, name, Outcome(1.0))
+            sessions.finish(key, name, EpisodeResult(1.0))
         assert refusal.value.status == status
 
 
@@ -212,7 +212,7 @@ def test_a_run_that_has_ended_has_no_sessions(sessions: Sessions) -> None:
     opened(sessions)
     reply = sessions.chat(key, session.name, read_chat({"messages": [ASK]}))
     sessions.close()
-    late = Outcome(1.0)
+    late = EpisodeResult(1.0)
     for refused in (reply.result, lambda: sessions.take(key), lambda: sessions.finish(key, session.name, late)):
         with pytest.raises(Refusal, match=r"the run stops") as refusal:
             refused()

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from hpc_rl.config.compose import compose
 from hpc_rl.config.rl.generate import GenerateConfig
 from hpc_rl.data.prompts import Prompt
-from hpc_rl.environments.protocol import Outcome
+from hpc_rl.environments.protocol import EpisodeResult
 from hpc_rl.errors import RunError, UserError
 from hpc_rl.rewards.scorer import Scores
 from hpc_rl.rl.converse.transcripts import Conversed
@@ -112,12 +112,12 @@ def test_rows_of_conversations_have_the_messages_and_what_the_model_sampled() ->
     mask = np.array([True, False, False, True])
     logprobs = np.array([-0.5, -9, -9, -1.25], np.float32)
     messages = [{"role": "user", "content": "4?"}, {"role": "assistant", "content": Path("x")}]
-    talk = Conversed(np.arange(4), logprobs, True, mask=mask, outcome=Outcome(1.0), messages=messages, turns=2)
+    talk = Conversed(np.arange(4), logprobs, True, mask=mask, outcome=EpisodeResult(1.0), messages=messages, turns=2)
     (row,) = response_rows(block, [talk], ["the last turn"], None, given_config.data, logprobs=True)
     assert (row["response"], row["tokens"], row["logprob"], row["finish"]) == ("the last turn", 2, -1.75, "stopped")
     assert row["conversation"] == [messages[0], {"role": "assistant", "content": "x"}]
     for finished, error, finish in ((False, "no disk", "failed"), (False, None, "truncated"), (True, "no", "stopped")):
-        assert finish_of(replace(talk, finished=finished, outcome=Outcome(None, error=error))) == finish
+        assert finish_of(replace(talk, finished=finished, outcome=EpisodeResult(None, error=error))) == finish
     assert np.frombuffer(base64.b64decode(row["logprobs"]), "<f4").tolist() == [-0.5, -1.25]
 
 

@@ -13,8 +13,8 @@ import pytest
 import ray
 
 from hpc_rl.environments.pool import Conversation
-from hpc_rl.environments.requests import Wanted
-from hpc_rl.environments.tool_calls import Call
+from hpc_rl.environments.requests import EnvironmentSpec
+from hpc_rl.environments.tool_calls import ToolCall
 from hpc_rl.errors import RunError, UserError
 from hpc_rl.rl.actors.pools import ClusterNode, cluster_nodes
 from hpc_rl.rl.converse import environment_hosts
@@ -35,7 +35,7 @@ def opened(cluster: None, tmp_path: Path) -> Iterator[Open]:
 
     def opener(source: str = OWN, timeout_s: float = TIMEOUT_S) -> EnvironmentFleet:
         (tmp_path / "own.py").write_text(source)
-        wanted = Wanted(f"{tmp_path}/own.py:Own", {}, [], 1000)
+        wanted = EnvironmentSpec(f"{tmp_path}/own.py:Own", {}, [], 1000)
         fleets.append(EnvironmentFleet(wanted, 1, timeout_s, cluster_nodes() * 2, tmp_path))
         return fleets[-1]
 
@@ -55,7 +55,7 @@ def begun(fleet: EnvironmentFleet, **row: Any) -> Conversation:
 
 
 def pid_of(talk: Conversation) -> int:
-    return int(said(talk.answer("", [Call("pid", {})]))[0])
+    return int(said(talk.answer("", [ToolCall("pid", {})]))[0])
 
 
 def wait_for_end(pid: int) -> None:
@@ -71,7 +71,7 @@ def test_conversations_are_spread_over_the_nodes_and_keep_their_own_state(opened
     talks = [begun(fleet, start=start) for start in (1, 10, 100)]
     pids = [pid_of(talk) for talk in talks]
     assert pids[0] == pids[2] != pids[1]
-    assert [said(talk.answer("", [Call("add", {"x": 2})])) for talk in talks] == [["3"], ["12"], ["102"]]
+    assert [said(talk.answer("", [ToolCall("add", {"x": 2})])) for talk in talks] == [["3"], ["12"], ["102"]]
     assert talks[1].finish().result(TIMEOUT_S).score == 12
     assert pid_of(begun(fleet)) == pids[1], "the node with the fewest"
     assert (tmp_path / "node0-environments.log").exists()
@@ -89,7 +89,7 @@ def test_what_goes_wrong_ends_its_conversation(opened: Open) -> None:
     assert failing.first.result(TIMEOUT_S).error == failing.finish().result(TIMEOUT_S).error == "RuntimeError: no start"
     hanging = begun(fleet)
     before = pid_of(hanging)
-    reply = hanging.answer("", [Call("hang", {})]).result(TIMEOUT_S)
+    reply = hanging.answer("", [ToolCall("hang", {})]).result(TIMEOUT_S)
     assert reply.done and reply.error == "the environment took over 60 s and was ended"
     wait_for_end(before)
     assert hanging.finish().result(TIMEOUT_S).error == reply.error
@@ -107,7 +107,7 @@ def test_a_node_that_is_lost_takes_only_its_conversations_with_it(
     fleet = opened()
     talks = [begun(fleet, start=start) for start in (1, 2)]
     pids = [pid_of(talk) for talk in talks]
-    waiting = talks[0].answer("", [Call("wait", {"seconds": 600})])
+    waiting = talks[0].answer("", [ToolCall("wait", {"seconds": 600})])
     kill(fleet._hosts[0], signal.SIGKILL)
     lost = waiting.result(TIMEOUT_S)
     assert lost.done and lost.error is not None and lost.error.startswith("the environments on node ")
@@ -141,7 +141,7 @@ def test_a_node_that_does_not_answer_is_lost(opened: Open, monkeypatch: pytest.M
     os.kill(pid, signal.SIGSTOP)
     try:
         monkeypatch.setattr(environment_hosts, "ALIVE_TIMEOUT_S", 2.0)
-        lost = talks[0].answer("", [Call("pid", {})]).result(TIMEOUT_S)
+        lost = talks[0].answer("", [ToolCall("pid", {})]).result(TIMEOUT_S)
         monkeypatch.undo()
     finally:
         os.kill(pid, signal.SIGCONT)
@@ -155,7 +155,9 @@ def test_a_node_that_cannot_replace_a_process_is_lost(opened: Open, tmp_path: Pa
     fleet = opened()
     talks = [begun(fleet, start=start) for start in (1, 2)]
     (tmp_path / "own.py").write_text("import os\nos._exit(4)\nclass Own: ...\n")
-    assert talks[0].answer("", [Call("die", {})]).result(TIMEOUT_S).error == "the environment ended with exit code 3"
+    assert (
+        talks[0].answer("", [ToolCall("die", {})]).result(TIMEOUT_S).error == "the environment ended with exit code 3"
+    )
     assert talks[0].finish().result(TIMEOUT_S).error
     assert begun(fleet, start=3).finish().result(TIMEOUT_S).score == 3, "on the other node"
     assert "a process ended with exit code 4 while it loaded it" in str(fleet._hosts[0].lost)
@@ -165,7 +167,7 @@ def test_a_node_that_cannot_replace_a_process_is_lost(opened: Open, tmp_path: Pa
 def test_closing_ends_what_runs(opened: Open) -> None:
     fleet = opened()
     talk = begun(fleet)
-    pid, waiting = pid_of(talk), talk.answer("", [Call("wait", {"seconds": 600})])
+    pid, waiting = pid_of(talk), talk.answer("", [ToolCall("wait", {"seconds": 600})])
     fleet.close()
     with pytest.raises(RunError, match="were closed"):
         waiting.result(TIMEOUT_S)

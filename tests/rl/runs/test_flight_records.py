@@ -7,9 +7,9 @@ from pathlib import Path
 
 import ray
 
-from hpc_rl.liveness.flight_records import Finding, findings
-from hpc_rl.node import stack_files
-from hpc_rl.node.hangs import process_states, read_beats
+from hpc_rl.liveness.flight_records import WaitCause, wait_causes
+from hpc_rl.node.hangs import stack_files
+from hpc_rl.node.hangs.watch import process_states, read_heartbeats
 from tests.rl.ppo_config import ppo_config
 from tests.rl.runs.lone_rank import LoneRank
 
@@ -27,12 +27,12 @@ def test_a_worker_that_the_others_wait_for_is_found(cluster: None, tmp_path: Pat
         group_dir = ray.get(workers[0].new_group_dir.remote(), timeout=DEADLINE_S)
         ray.get([worker.start.remote(group_dir) for worker in workers], timeout=DEADLINE_S)
         alone = workers[0].meet_others.remote()
-        found: list[Finding] = []
+        found: list[WaitCause] = []
         deadline = time.monotonic() + DEADLINE_S
         while not found and time.monotonic() < deadline:
-            names = {beat.pid: beat.name for beat in read_beats(beats).values()}
+            names = {beat.pid: beat.name for beat in read_heartbeats(beats).values()}
             waits = stack_files.collect(beats, logs, 0, names, process_states())
-            found = findings(logs)
+            found = wait_causes(logs)
         assert [(one.ranks, one.pool) for one in found] == [((1,), "train")]
         (late,) = found[0].names
         assert late in names.values() and {names[pid]: in_it for pid, in_it in waits.items()}[late] is False

@@ -20,6 +20,7 @@ from hpc_rl.config.compose import compose, dump, load_config
 from hpc_rl.errors import UserError
 from hpc_rl.run_dir import RunDir
 from hpc_rl.runs.run_sets import SweepDir
+from hpc_rl.submission.edits import edited_since
 from hpc_rl.submission.job import Job
 from hpc_rl.submission.script.render import bash_word, directive_word, render, support_text, write_support
 from hpc_rl.submission.series.sweep import array_script
@@ -383,10 +384,10 @@ def test_each_attempt_takes_the_settings_that_config_yaml_has_then(tmp_path: Pat
     done, seen = run_script(job, tmp_path)
     assert done.returncode == 0 and str(run.path / "attempt-1" / "config.yaml") in " ".join(seen["argv"])
     run.config.write_text(first + "# mine\n")
-    assert run.edited_since() == run.path / "attempt-1"
+    assert edited_since(run) == run.path / "attempt-1"
     run_script(job, tmp_path)
     assert [(path / "config.yaml").read_text() for path in run.attempts()] == [first, first + "# mine\n"]
-    assert run.edited_since() is None and run.attempt_with_settings(run.path / "attempt-2") == run.path / "attempt-1"
+    assert edited_since(run) is None and run.attempt_with_settings(run.path / "attempt-2") == run.path / "attempt-1"
 
 
 def test_settings_that_are_missing_or_a_link_end_the_job_before_its_step(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from hpc_rl.tracking.history import History
 from hpc_rl.tracking.page import report
 from hpc_rl.tracking.page.plot import MOST_BINS
 from hpc_rl.tracking.page.report import UPLOT, failure_reported, render_page, report_end, write_page
-from hpc_rl.tracking.recorded import Recorded, differences, read_run
+from hpc_rl.tracking.recorded import RecordedRun, differences, read_run
 from hpc_rl.tracking.timeline import COLOURS
 from tests.tracking.runs import HOSTILE, PPO, SFT, make_run
 
@@ -242,7 +242,7 @@ def test_a_page_carries_the_licence_of_the_library_and_the_hash_of_each_script(t
 def test_differences_of_configurations() -> None:
     one, two = flat({"a": {"b": 1, "c": [1]}, "d": {}}), flat({"a": {"b": 1, "c": [2]}, "e": None})
     runs = [
-        Recorded("r", [], [], History(()), [], "", options, kind=kind) for options, kind in ((one, "x"), (two, "x"))
+        RecordedRun("r", [], [], History(()), [], "", options, kind=kind) for options, kind in ((one, "x"), (two, "x"))
     ]
     assert differences(runs) == [("a.c", [[1], [2]]), ("d", [{}, None])]
     assert differences([runs[0], replace(runs[1], kind="y")]) == [("a.c", [[1], [2]])]

@@ -5,13 +5,13 @@ import pytest
 from hpc_rl.tracking.history import History
 from hpc_rl.tracking.page.report import render_page
 from hpc_rl.tracking.page.sweep_charts import best_first, sweep_plots, swept_keys
-from hpc_rl.tracking.recorded import Recorded
+from hpc_rl.tracking.recorded import RecordedRun
 from hpc_rl.tracking.summary import first_mean, last_mean, result_of, run_summary
 
 
-def run(name: str, swept: dict[str, str], *losses: float, key: str = "val/loss") -> Recorded:
+def run(name: str, swept: dict[str, str], *losses: float, key: str = "val/loss") -> RecordedRun:
     records = [{"step": i, "total_steps": 9, "time": 0.0, key: loss} for i, loss in enumerate(losses, 1)]
-    return Recorded(name, records, [], History(()), [], "", swept=swept)
+    return RecordedRun(name, records, [], History(()), [], "", swept=swept)
 
 
 GRID = [

@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hpc_rl.config.training.common import ModelConfig, OptimConfig, TrainingConfig
 from hpc_rl.errors import UserError
-from hpc_rl.system.scratch import held
+from hpc_rl.system.scratch import marked_in_use
 from hpc_rl.training.checkpoints import checkpoint, checksums, model_state
 from hpc_rl.training.checkpoints import export as exporting
 from hpc_rl.training.checkpoints.export import export
@@ -124,8 +124,8 @@ def test_what_a_killed_export_left_is_removed_and_no_other_export(tmp_path: Path
     left, running = tmp_path / ".out.tmp1", tmp_path / ".out.tmp2"
     for folder in (left, running):
         folder.mkdir()
-    with held(running):
-        with held(left):
+    with marked_in_use(running):
+        with marked_in_use(left):
             mark = (left / ".hpc-rl").read_text()
         (left / ".hpc-rl").write_text(mark)  # as if its process had been killed
         export(run_dir, tmp_path / "out")

@@ -10,7 +10,7 @@ import pytest
 
 from hpc_rl.errors import UserError
 from hpc_rl.rewards.check import check_function, check_url
-from hpc_rl.rewards.load import load_function
+from hpc_rl.rewards.worker import load_function
 from tests.rewards.conftest import Write
 
 OWN = """

@@ -1,6 +1,6 @@
 """What a command does, in a line on standard error, if its user has seen nothing for two seconds.
 
-The commands switch this on with `signs_of_life`. In other programs, `doing` has no effect.
+The commands switch this on with `shown_activity`. In other programs, `doing` has no effect.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ QUIET_S = 2.0
 _POLL_S = 0.1
 
 
-class Life:
+class Activity:
     """What the program is doing now, and when its user has last seen something.
 
     Args:
@@ -66,61 +66,61 @@ class Life:
             self.printed(at)
 
 
-_life: Life | None = None
+_activity: Activity | None = None
 
 
 @contextmanager
-def signs_of_life() -> Iterator[None]:
-    """Show signs of life of this program, except in a pipe that also has its output, or if the user has set QUIET."""
-    global _life
+def shown_activity() -> Iterator[None]:
+    """Show what this program does while the block runs, except in a pipe that also has its output, or with QUIET."""
+    global _activity
     if os.environ.get(QUIET) or _share_a_pipe():
         yield
         return
     errors = sys.stderr  # a call may replace it to collect what a library prints
-    _life, ended = Life(lambda what: _say(what, errors), _start_of_program()), threading.Event()
-    threading.Thread(target=_watch, args=(_life, ended), daemon=True).start()
+    _activity, ended = Activity(lambda what: _say(what, errors), _start_of_program()), threading.Event()
+    threading.Thread(target=_watch, args=(_activity, ended), daemon=True).start()
     try:
         yield
     finally:
         ended.set()
-        _life = None
+        _activity = None
 
 
 @contextmanager
 def doing(what: str) -> Iterator[None]:
     """Show what the program does, such as "reading train.jsonl", if its user has then seen nothing for two seconds."""
-    life = _life if threading.current_thread() is threading.main_thread() else None
-    if life is not None:
-        life.begin(what, time.monotonic())
+    activity = _activity if threading.current_thread() is threading.main_thread() else None
+    if activity is not None:
+        activity.begin(what, time.monotonic())
     try:
         yield
     finally:
-        if life is not None:
-            life.end()
+        if activity is not None:
+            activity.end()
 
 
 def begin_command(what: str) -> None:
     """Show what the command does as a whole, unless it prints something within two seconds."""
-    if _life is not None:
-        _life.is_to(what)
+    if _activity is not None:
+        _activity.is_to(what)
 
 
 def printed() -> None:
     """Note that the program has printed something, or waits for its user."""
-    if _life is not None:
-        _life.printed(time.monotonic())
+    if _activity is not None:
+        _activity.printed(time.monotonic())
 
 
-def end_signs_of_life() -> None:
+def hide_activity() -> None:
     """Show none from now on: the program has begun to draw on the terminal."""
-    global _life
+    global _activity
     printed()
-    _life = None
+    _activity = None
 
 
-def _watch(life: Life, ended: threading.Event) -> None:
+def _watch(activity: Activity, ended: threading.Event) -> None:
     while not ended.wait(_POLL_S):
-        life.check(time.monotonic())
+        activity.check(time.monotonic())
 
 
 def _say(what: str, errors: TextIO) -> None:

@@ -7,9 +7,9 @@ import sys
 import pytest
 from rich.console import Console
 
-from hpc_rl.liveness import signs_of_life
-from hpc_rl.liveness.signs_of_life import Life
-from hpc_rl.tracking.progress import ProgressView
+from hpc_rl.liveness import activity
+from hpc_rl.liveness.activity import Activity
+from hpc_rl.runs.follow import ProgressView
 
 RECORD = {"step": 7, "total_steps": 20, "time": 1e9, "train/loss": 1.25, "perf/tokens_per_s": 5e4, "perf/eta_s": 61}
 
@@ -23,9 +23,9 @@ def test_progress_on_a_terminal_shows_the_numbers() -> None:
 
 def test_nothing_else_is_written_below_the_bar(monkeypatch: pytest.MonkeyPatch) -> None:
     for is_terminal in (False, True):
-        monkeypatch.setattr(signs_of_life, "_life", life := Life(print, 0.0))
+        monkeypatch.setattr(activity, "_activity", running := Activity(print, 0.0))
         with ProgressView(Console(file=io.StringIO(), force_terminal=is_terminal)):
-            assert signs_of_life._life is (None if is_terminal else life)
+            assert activity._activity is (None if is_terminal else running)
 
 
 def test_a_terminal_shows_what_a_run_does_before_its_first_step() -> None:
@@ -44,7 +44,7 @@ def test_progress_elsewhere_prints_nothing() -> None:
 
 def test_what_a_login_node_imports_is_light() -> None:
     code = (
-        "import sys, hpc_rl.data.reading.rows, hpc_rl.tracking.progress, hpc_rl.tracking.page.report\n"
+        "import sys, hpc_rl.data.reading.rows, hpc_rl.runs.follow, hpc_rl.tracking.page.report\n"
         "assert not {'torch', 'transformers', 'numpy', 'pyarrow', 'wandb', 'datasets'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=600)

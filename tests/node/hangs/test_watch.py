@@ -15,12 +15,13 @@ from types import SimpleNamespace
 
 import pytest
 
-from hpc_rl.liveness.flight_records import Finding
+from hpc_rl.liveness.flight_records import WaitCause
 from hpc_rl.liveness.walltime import unlimited
-from hpc_rl.node import hangs, stack_files
-from hpc_rl.node.hangs import HangWatch, Place, Walltime, process_states, read_beats, verdict, watching
-from hpc_rl.node.pulses import Pulse, Pulses, read_pulse
-from hpc_rl.node.silence import Sight
+from hpc_rl.node.hangs import stack_files
+from hpc_rl.node.hangs import watch as hang_watch
+from hpc_rl.node.hangs.node_heartbeats import NodeHeartbeat, NodeHeartbeats, read_node_heartbeat
+from hpc_rl.node.hangs.process_status import ProcessStatus
+from hpc_rl.node.hangs.watch import HangWatch, Walltime, WatchedNode, process_states, read_heartbeats, verdict, watching
 from tests.finetune.forked import Forked
 from tests.sandbox.processes import DEADLINE_S
 
@@ -40,24 +41,24 @@ with heart.phase("optimizer"):
 
 
 @pytest.fixture
-def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Place:
+def node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> WatchedNode:
     monkeypatch.setattr(stack_files, "py_spy", lambda _pid: "")
     attempt = tmp_path / "run" / "attempt-1"
     attempt.mkdir(parents=True)
-    return Place(attempt, ("n1",), 0, tmp_path / "beats")
+    return WatchedNode(attempt, ("n1",), 0, tmp_path / "beats")
 
 
 @contextmanager
-def ranks_on_gpus(place: Place, folder: Path) -> Iterator[None]:
+def ranks_on_gpus(node: WatchedNode, folder: Path) -> Iterator[None]:
     """Three ranks, of which two wait for rank 1 where their stacks do not show it."""
-    place.beats.mkdir(exist_ok=True)
-    environ = {**os.environ, "HPC_RL_HEARTBEATS": str(place.beats), "OMP_NUM_THREADS": "1"}
+    node.beats.mkdir(exist_ok=True)
+    environ = {**os.environ, "HPC_RL_HEARTBEATS": str(node.beats), "OMP_NUM_THREADS": "1"}
     children = []
     try:
         for rank in "012":
             output = folder / rank
             output.mkdir()
-            command = [GPU_WAITS, rank, str(folder / "group"), str(place.attempt_dir)]
+            command = [GPU_WAITS, rank, str(folder / "group"), str(node.attempt_dir)]
             children.append(Forked(command, environ, output))
         until(lambda: all((folder / f"ready-{rank}").exists() for rank in "012"))
         yield
@@ -67,9 +68,9 @@ def ranks_on_gpus(place: Place, folder: Path) -> Iterator[None]:
 
 
 @contextmanager
-def worker(place: Place) -> Iterator[subprocess.Popen[str]]:
-    place.beats.mkdir(exist_ok=True)
-    environ = {**os.environ, "HPC_RL_HEARTBEATS": str(place.beats)}
+def worker(node: WatchedNode) -> Iterator[subprocess.Popen[str]]:
+    node.beats.mkdir(exist_ok=True)
+    environ = {**os.environ, "HPC_RL_HEARTBEATS": str(node.beats)}
     with subprocess.Popen([sys.executable, "-c", WORKS], env=environ, stdout=subprocess.PIPE, text=True) as child:
         try:
             assert child.stdout is not None and child.stdout.readline() == "ready\n"
@@ -85,70 +86,70 @@ def until(condition: Callable[[], bool]) -> None:
         time.sleep(0.02)
 
 
-def test_a_stopped_process_is_found_and_named(place: Place, capsys: pytest.CaptureFixture[str]) -> None:
-    with worker(place) as child, watching(place, 0.5) as watch:
+def test_a_stopped_process_is_found_and_named(node: WatchedNode, capsys: pytest.CaptureFixture[str]) -> None:
+    with worker(node) as child, watching(node, 0.5) as watch:
         assert not watch.concluded()
         child.send_signal(signal.SIGSTOP)
         until(lambda: watch.found)
         assert watch.concluded()
-    line = (place.attempt_dir / ".hang").read_text()
-    assert line.startswith("rank 0 on node n1 is stopped (SIGSTOP): no sign of life for ") and line.endswith(
-        "optimizer\n"
-    )
+    line = (node.attempt_dir / ".hang").read_text()
+    assert line.startswith("rank 0 on node n1 is stopped (SIGSTOP): no heartbeat for ") and line.endswith("optimizer\n")
     assert capsys.readouterr().out == (
-        f"hpc-rl: hang: {line.strip()}; the stacks of all processes are in {place.attempt_dir / 'stacks'}\n"
+        f"hpc-rl: hang: {line.strip()}; the stacks of all processes are in {node.attempt_dir / 'stacks'}\n"
     )
-    assert (place.attempt_dir / "stacks" / f"node0-rank-0-{child.pid}.txt").exists()
+    assert (node.attempt_dir / "stacks" / f"node0-rank-0-{child.pid}.txt").exists()
 
 
-def test_on_gpus_the_rank_is_named_that_the_others_wait_for(place: Place, tmp_path: Path) -> None:
+def test_on_gpus_the_rank_is_named_that_the_others_wait_for(node: WatchedNode, tmp_path: Path) -> None:
     """Each rank writes its flight record with its stacks, and before the verdict."""
-    place = replace(place, device="cuda")
-    with ranks_on_gpus(place, tmp_path), watching(place, 5.0) as watch:
+    node = replace(node, device="cuda")
+    with ranks_on_gpus(node, tmp_path), watching(node, 5.0) as watch:
         until(lambda: watch.found)
-    line = (place.attempt_dir / ".hang").read_text()
-    stacks = [path.read_text() for path in sorted((place.attempt_dir / "stacks").iterdir())]
+    line = (node.attempt_dir / ".hang").read_text()
+    stacks = [path.read_text() for path in sorted((node.attempt_dir / "stacks").iterdir())]
     assert [stack_files.waits_for_others(text) for text in stacks] == [False] * 3
     assert re.fullmatch(
-        r"rank 1 on node n1: no sign of life for \d+ s in forward_backward; rank 1 did not reach all_reduce \[\[8\]\], "
+        r"rank 1 on node n1: no heartbeat for \d+ s in forward_backward; rank 1 did not reach all_reduce \[\[8\]\], "
         r"number \d of group default_pg, in which ranks 0, 2 wait.*; the last one was all_gather.*\n",
         line,
     ), line
-    seen = read_pulse(place.attempt_dir, 0)
+    seen = read_node_heartbeat(node.attempt_dir, 0)
     assert seen is not None
     alone = verdict([seen])
     assert "it is not known which of them keeps the others waiting" in alone and alone.count("rank ") == 3
 
 
-def test_a_process_that_works_is_not_found(place: Place) -> None:
-    with worker(place):
-        watch = HangWatch(place, 10.0, job_end=unlimited)
+def test_a_process_that_works_is_not_found(node: WatchedNode) -> None:
+    with worker(node):
+        watch = HangWatch(node, 10.0, job_end=unlimited)
         for _ in range(3):
-            before = read_beats(place.beats)
-            until(lambda: read_beats(place.beats) != before)  # noqa: B023
+            before = read_heartbeats(node.beats)
+            until(lambda: read_heartbeats(node.beats) != before)  # noqa: B023
             assert not watch._look(9.0)
-    assert not (place.attempt_dir / ".hang").exists()
+    assert not (node.attempt_dir / ".hang").exists()
 
 
-def test_the_time_in_which_the_watch_does_not_run_is_not_counted(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_time_in_which_the_watch_does_not_run_is_not_counted(
+    node: WatchedNode, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """As when Slurm has suspended the job for an hour."""
     clock, counted = iter([0.0, 2.0, 3602.0, 3604.0]), list[float]()
-    watch = HangWatch(place, 10.0, job_end=unlimited)
-    monkeypatch.setattr(hangs, "time", SimpleNamespace(monotonic=lambda: next(clock)))
+    watch = HangWatch(node, 10.0, job_end=unlimited)
+    monkeypatch.setattr(hang_watch, "time", SimpleNamespace(monotonic=lambda: next(clock)))
     monkeypatch.setattr(watch._closed, "wait", lambda _look_s: len(counted) == 3)
     monkeypatch.setattr(watch, "_look", counted.append)
     watch._watch()
     assert counted == [2.0, 4.0, 2.0]
 
 
-def test_without_a_limit_nothing_is_watched(place: Place) -> None:
-    with watching(place, 0) as watch:
+def test_without_a_limit_nothing_is_watched(node: WatchedNode) -> None:
+    with watching(node, 0) as watch:
         assert not watch._thread.is_alive()
-    assert not watch.concluded() and not list(place.attempt_dir.iterdir())
+    assert not watch.concluded() and not list(node.attempt_dir.iterdir())
 
 
 def test_the_end_of_a_node_is_no_hang(tmp_path: Path) -> None:
-    first, second = (Place(tmp_path, ("n1", "n2"), rank, tmp_path / f"beats{rank}") for rank in (0, 1))
+    first, second = (WatchedNode(tmp_path, ("n1", "n2"), rank, tmp_path / f"beats{rank}") for rank in (0, 1))
     with watching(second, 60):
         pass
     watch = HangWatch(first, 60.0, job_end=unlimited)
@@ -157,128 +158,130 @@ def test_the_end_of_a_node_is_no_hang(tmp_path: Path) -> None:
 
 
 def test_another_node_entry_that_stops_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hangs, "GATHER_S", 0.1)
-    place = Place(tmp_path, ("n1", "n2"), 0, tmp_path / "beats")
-    place.beats.mkdir()
-    Pulses(tmp_path, place.nodes, 1).publish(Pulse())
-    watch = HangWatch(place, 30.0, job_end=unlimited)
+    monkeypatch.setattr(hang_watch, "GATHER_S", 0.1)
+    node = WatchedNode(tmp_path, ("n1", "n2"), 0, tmp_path / "beats")
+    node.beats.mkdir()
+    NodeHeartbeats(tmp_path, node.nodes, 1).publish(NodeHeartbeat())
+    watch = HangWatch(node, 30.0, job_end=unlimited)
     assert [watch._look(elapsed) for elapsed in (1.0, 20.0, 20.0)] == [False, False, False]
     assert watch._look(21.0)
-    assert (tmp_path / ".hang").read_text() == "the node entry on node n2: no sign of life for 61 s\n"
+    assert (tmp_path / ".hang").read_text() == "the node entry on node n2: no heartbeat for 61 s\n"
 
 
 def test_the_nodes_come_to_one_conclusion(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The second node has seen nothing itself. It joins the first, and what it knows counts."""
-    stopped = Sight("rank 1", "n2", 1, 70, 60, "T", "data", 3)
-    first, second = (Place(tmp_path, ("n1", "n2"), rank, tmp_path / f"beats{rank}") for rank in (0, 1))
-    Pulses(tmp_path, first.nodes, 1).publish(Pulse(finds_hang=True, has_collected=True, sights=(stopped,)))
+    stopped = ProcessStatus("rank 1", "n2", 1, 70, 60, "T", "data", 3)
+    first, second = (WatchedNode(tmp_path, ("n1", "n2"), rank, tmp_path / f"beats{rank}") for rank in (0, 1))
+    NodeHeartbeats(tmp_path, first.nodes, 1).publish(
+        NodeHeartbeat(finds_hang=True, has_collected=True, processes=(stopped,))
+    )
     watch = HangWatch(first, 60.0, job_end=unlimited)
     first.beats.mkdir()
     assert watch._look(1.0)
-    assert (
-        (tmp_path / ".hang").read_text().startswith("rank 1 on node n2 is stopped (SIGSTOP): no sign of life for 70 s")
-    )
+    assert (tmp_path / ".hang").read_text().startswith("rank 1 on node n2 is stopped (SIGSTOP): no heartbeat for 70 s")
     second.beats.mkdir()
     assert HangWatch(second, 60.0, job_end=unlimited)._look(1.0)
     assert capsys.readouterr().out.count("hang: ") == 1  # of the first
 
 
 def test_a_job_in_which_everybody_waits(tmp_path: Path) -> None:
-    place = Place(tmp_path, ("n1",), 0, tmp_path / "beats")
-    watch = HangWatch(place, 60.0, job_end=unlimited)
-    driver = Sight("the driver", "n1", 1, 61, 60, phase="gen", step=3, waits=True)
-    idle = Sight("rank 0", "n1", 2, 500, 60, phase="run", waits=True)
+    node = WatchedNode(tmp_path, ("n1",), 0, tmp_path / "beats")
+    watch = HangWatch(node, 60.0, job_end=unlimited)
+    driver = ProcessStatus("the driver", "n1", 1, 61, 60, phase="gen", step=3, waits=True)
+    idle = ProcessStatus("rank 0", "n1", 2, 500, 60, phase="run", waits=True)
     assert watch._others_finding([driver, idle]) == (
-        "the driver on node n1: no sign of life for 61 s in gen of step 3; it waits for the others, and all "
+        "the driver on node n1: no heartbeat for 61 s in gen of step 3; it waits for the others, and all "
         "of them wait too"
     )
-    assert watch._others_finding([driver, Sight("rank 0", "n1", 2, 1, 60, phase="update")]) == ""
-    other = Place(tmp_path, ("n1", "n2"), 1, tmp_path / "beats")
+    assert watch._others_finding([driver, ProcessStatus("rank 0", "n1", 2, 1, 60, phase="update")]) == ""
+    other = WatchedNode(tmp_path, ("n1", "n2"), 1, tmp_path / "beats")
     assert HangWatch(other, 60.0, job_end=unlimited)._others_finding([driver, idle]) == ""  # node 0 knows all nodes
 
 
-SLOW = Sight("rank 0", "n1", 1, 50, 60, phase="data", step=3)
-SILENT = Sight("rank 1", "n2", 1, 61, 60, phase="data", step=3)
-STOPPED = Sight("rank 2", "n2", 1, 61, 60, "T", "data", 3)
+SLOW = ProcessStatus("rank 0", "n1", 1, 50, 60, phase="data", step=3)
+SILENT = ProcessStatus("rank 1", "n2", 1, 61, 60, phase="data", step=3)
+STOPPED = ProcessStatus("rank 2", "n2", 1, 61, 60, "T", "data", 3)
 LATE = "the walltime ends in 30 s, and the run has not stopped"
 
 
 @pytest.mark.parametrize(
-    ("pulses", "line"),
+    ("heartbeats", "line"),
     [
         (
-            [Pulse(sights=(SLOW,)), Pulse(sights=(SILENT,))],
-            "rank 1 on node n2: no sign of life for 61 s in data of step 3",
+            [NodeHeartbeat(processes=(SLOW,)), NodeHeartbeat(processes=(SILENT,))],
+            "rank 1 on node n2: no heartbeat for 61 s in data of step 3",
         ),
         (
-            [Pulse(finding="the node entry on node n3: no", sights=(SLOW, SILENT)), Pulse()],
+            [NodeHeartbeat(finding="the node entry on node n3: no", processes=(SLOW, SILENT)), NodeHeartbeat()],
             "the node entry on node n3: no",
         ),
         (
-            [Pulse(finding="the node entry on node n3: no"), Pulse(sights=(STOPPED,))],
-            "rank 2 on node n2 is stopped (SIGSTOP): no sign of life for 61 s in data of step 3",
+            [NodeHeartbeat(finding="the node entry on node n3: no"), NodeHeartbeat(processes=(STOPPED,))],
+            "rank 2 on node n2 is stopped (SIGSTOP): no heartbeat for 61 s in data of step 3",
         ),
         (
-            [Pulse(finding=LATE, sights=(SLOW,))],
-            f"{LATE}: rank 0 on node n1: no sign of life for 50 s in data of step 3",
+            [NodeHeartbeat(finding=LATE, processes=(SLOW,))],
+            f"{LATE}: rank 0 on node n1: no heartbeat for 50 s in data of step 3",
         ),
-        ([Pulse(finding=LATE)], LATE),
+        ([NodeHeartbeat(finding=LATE)], LATE),
     ],
 )
-def test_the_verdict(pulses: list[Pulse], line: str) -> None:
-    assert verdict(pulses) == line
+def test_the_verdict(heartbeats: list[NodeHeartbeat], line: str) -> None:
+    assert verdict(heartbeats) == line
 
 
 GPU = [
-    Sight(f"rank {rank}", f"n{rank}", 1, silent_s, 60, phase="data", step=3, in_collective=False, on_gpu=True)
+    ProcessStatus(f"rank {rank}", f"n{rank}", 1, silent_s, 60, phase="data", step=3, in_collective=False, on_gpu=True)
     for rank, silent_s in enumerate((65, 61, 64))
 ]
-LATE_RANK = Finding("rank 1 did not reach all_reduce [[8]], number 2 of group default_pg", (1,))
-STUCK = Finding("all ranks began all_reduce [[8]], number 2 of group default_pg")
+LATE_RANK = WaitCause("rank 1 did not reach all_reduce [[8]], number 2 of group default_pg", (1,))
+STUCK = WaitCause("all ranks began all_reduce [[8]], number 2 of group default_pg")
 
 
 @pytest.mark.parametrize(
     ("finding", "records", "line"),
     [
-        ("", [LATE_RANK], f"rank 1 on node n1: no sign of life for 61 s in data of step 3; {LATE_RANK.line}"),
-        (LATE, [LATE_RANK], f"{LATE}: rank 1 on node n1: no sign of life for 61 s in data of step 3; {LATE_RANK.line}"),
+        ("", [LATE_RANK], f"rank 1 on node n1: no heartbeat for 61 s in data of step 3; {LATE_RANK.line}"),
+        (LATE, [LATE_RANK], f"{LATE}: rank 1 on node n1: no heartbeat for 61 s in data of step 3; {LATE_RANK.line}"),
         (
             "",
             [STUCK],
-            "rank 0 on node n0, rank 1 on node n1, rank 2 on node n2: no sign of life for 61 to 65 s in data of step 3;"
+            "rank 0 on node n0, rank 1 on node n1, rank 2 on node n2: no heartbeat for 61 to 65 s in data of step 3;"
             " it is not known which of them keeps the others waiting: the stacks of processes that wait for a GPU do "
             f"not show it, and neither do the flight records; {STUCK.line}",
         ),
         ("the node entry on node n3: no", [LATE_RANK], "the node entry on node n3: no"),
     ],
 )
-def test_on_gpus_the_flight_records_name_the_rank(finding: str, records: list[Finding], line: str) -> None:
+def test_on_gpus_the_flight_records_name_the_rank(finding: str, records: list[WaitCause], line: str) -> None:
     """All ranks are in a read of their GPU; one of these reads waits for nobody else."""
-    pulses = [Pulse(finding=finding, sights=(GPU[0],)), Pulse(sights=(GPU[1], GPU[2]))]
-    assert verdict(pulses, records) == line
+    heartbeats = [NodeHeartbeat(finding=finding, processes=(GPU[0],)), NodeHeartbeat(processes=(GPU[1], GPU[2]))]
+    assert verdict(heartbeats, records) == line
 
 
 def test_a_rank_of_a_pool_is_found_by_its_name() -> None:
-    ranks = tuple(replace(sight, name=f"{sight.name} of pool train") for sight in GPU)
-    assert verdict([Pulse(sights=ranks)], [LATE_RANK]).startswith("rank 0 of pool train on node n0, rank 1 of pool")
+    ranks = NodeHeartbeat(processes=tuple(replace(one, name=f"{one.name} of pool train") for one in GPU))
+    assert verdict([ranks], [LATE_RANK]).startswith("rank 0 of pool train on node n0, rank 1 of pool")
     of_pool = replace(LATE_RANK, pool="train")
-    assert verdict([Pulse(sights=ranks)], [STUCK, of_pool]).startswith("rank 1 of pool train on node n1: no sign of")
+    assert verdict([ranks], [STUCK, of_pool]).startswith("rank 1 of pool train on node n1: no heartbeat")
 
 
 def test_what_the_records_add_to_a_stopped_process_is_not_shown() -> None:
-    absent = Finding("rank 2 left no record", (2,))
-    assert verdict([Pulse(sights=(GPU[0], STOPPED))], [absent]).endswith("no sign of life for 61 s in data of step 3")
+    absent = WaitCause("rank 2 left no record", (2,))
+    assert verdict([NodeHeartbeat(processes=(GPU[0], STOPPED))], [absent]).endswith(
+        "no heartbeat for 61 s in data of step 3"
+    )
 
 
 def test_a_node_that_is_not_the_first_waits_until_the_reason_is_written(tmp_path: Path) -> None:
     """The first node that ends may end the job, before another one has written the reason."""
-    place = Place(tmp_path, ("n1",), 0, tmp_path / "beats")
-    place.beats.mkdir()
+    node = WatchedNode(tmp_path, ("n1",), 0, tmp_path / "beats")
+    node.beats.mkdir()
     (tmp_path / ".hang-found").touch()
-    watch = HangWatch(place, 60.0, job_end=unlimited)
+    watch = HangWatch(node, 60.0, job_end=unlimited)
     with ThreadPoolExecutor(1) as pool:
         concluded = pool.submit(watch._conclude, [STOPPED], {}, "")
-        until(lambda: (tmp_path / ".node0.pulse").exists() and '"has_collected": true' in read(tmp_path))
+        until(lambda: (tmp_path / ".node0.heartbeat").exists() and '"has_collected": true' in read(tmp_path))
         assert not concluded.done()
         (tmp_path / ".hang").write_text("the reason\n")
         concluded.result(DEADLINE_S)
@@ -286,7 +289,7 @@ def test_a_node_that_is_not_the_first_waits_until_the_reason_is_written(tmp_path
 
 
 def read(folder: Path) -> str:
-    return (folder / ".node0.pulse").read_text()
+    return (folder / ".node0.heartbeat").read_text()
 
 
 def test_a_run_has_to_stop_before_the_walltime(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from hpc_rl.algorithms.advantages import total_of_each
 
 
 @dataclass(frozen=True)
-class Outcome:
+class AdvantageInputs:
     """The rewards of a step's responses, and what estimators need besides."""
 
     rewards_N: torch.Tensor
@@ -37,7 +37,7 @@ class Outcome:
 
 
 @dataclass(frozen=True)
-class Estimate:
+class Advantages:
     """The advantages of a step."""
 
     advantages_N: torch.Tensor

@@ -14,7 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from hpc_rl.liveness import stacks
-from hpc_rl.node.silence import BLOCKED, STOPPED
+from hpc_rl.node.hangs.process_status import BLOCKED, STOPPED
 
 FOLDER = "stacks"
 ANSWER_S = 10.0

@@ -1,7 +1,7 @@
-"""The company: who of a job's nodes is here, who is lost, and how they ended, as one node sees it. For both job types.
+"""The other nodes of a job, as one node sees them: who is here, who is lost, and how they ended. For both job types.
 
-Node 0 leads: the others report to it over the roll call how they end, and it tells them to end and the exit code that
-all of them take. A job on one node has no roll call, and listens nowhere.
+Node 0 coordinates: the others report to it over the roll call how they end, and it tells them to end and the exit code
+that all of them take. A job on one node has no roll call, and listens nowhere.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ import time
 
 from hpc_rl.errors import UserError
 from hpc_rl.node.causes import TERMINATED, End
-from hpc_rl.node.meeting import POLL_S, Meeting
 from hpc_rl.node.network import free_port
+from hpc_rl.node.rendezvous import POLL_S, Rendezvous
 from hpc_rl.node.roll_call import Caller, Loss, RollCall
 from hpc_rl.system.deaths import KILLED
 from hpc_rl.system.files import write_atomically
@@ -27,7 +27,7 @@ LOOK_S = 1.0
 _TRIES = 5
 
 
-class Ended(Exception):
+class JoinAborted(Exception):
     """The job ended before this node had met the others, which is no news to the user."""
 
     def __init__(self, exit_code: int) -> None:
@@ -35,12 +35,12 @@ class Ended(Exception):
         self.exit_code = exit_code
 
 
-class Lead:
+class Coordinator:
     """The side of node 0."""
 
-    def __init__(self, meeting: Meeting, roll: RollCall | None = None) -> None:
+    def __init__(self, rendezvous: Rendezvous, roll: RollCall | None = None) -> None:
         """Without a roll call, the job has one node."""
-        self.meeting = meeting
+        self.rendezvous = rendezvous
         self._roll = roll
         self.up = {0}
         """Ranks of the nodes that have reported to be ready."""
@@ -68,9 +68,9 @@ class Lead:
         """Process what the other nodes have reported since the last call."""
         if self._roll is None:
             return
-        if len(self.seen) < len(self.meeting.nodes) and time.monotonic() > self._next_look:
+        if len(self.seen) < len(self.rendezvous.nodes) and time.monotonic() > self._next_look:
             self._next_look = time.monotonic() + LOOK_S
-            for rank, code in self.meeting.failures().items():
+            for rank, code in self.rendezvous.failures().items():
                 self.ends.setdefault(rank, End(rank, code))
         for rank, line in self._roll.poll():
             word, _, rest = line.partition(" ")
@@ -81,7 +81,7 @@ class Lead:
         for rank, loss in self._roll.closed.items():
             if rank not in self.ends:
                 self.lost[rank] = loss
-                self.ends[rank] = end_of_lost(self.meeting, rank, loss)
+                self.ends[rank] = end_of_lost(self.rendezvous, rank, loss)
 
     def report(self, end: End) -> None:
         """Add this node's own end."""
@@ -100,14 +100,14 @@ class Lead:
     def close(self) -> None:
         if self._roll:
             self._roll.close()
-            (self.meeting.attempt_dir / PLACE).unlink(missing_ok=True)
+            (self.rendezvous.attempt_dir / PLACE).unlink(missing_ok=True)
 
 
-class Mate:
+class Participant:
     """The side of any other node."""
 
-    def __init__(self, meeting: Meeting, caller: Caller) -> None:
-        self.meeting = meeting
+    def __init__(self, rendezvous: Rendezvous, caller: Caller) -> None:
+        self.rendezvous = rendezvous
         self._caller = caller
         self._was_asked = False
         self.outcome: int | None = None
@@ -144,10 +144,10 @@ class Mate:
         self._caller.close()
 
 
-Company = Lead | Mate
+Peers = Coordinator | Participant
 
 
-def lead(meeting: Meeting, address: str, port: int | None = None) -> Lead:
+def coordinate(rendezvous: Rendezvous, address: str, port: int | None = None) -> Coordinator:
     """Open the roll call of a job on node 0 and publish where it is.
 
     Args:
@@ -157,26 +157,26 @@ def lead(meeting: Meeting, address: str, port: int | None = None) -> Lead:
     Raises:
         UserError: no port can be opened.
     """
-    if len(meeting.nodes) == 1:
-        return Lead(meeting)
+    if len(rendezvous.nodes) == 1:
+        return Coordinator(rendezvous)
     secret = secrets.token_hex(32)
     for left in reversed(range(_TRIES)):
         chosen = free_port(address) if port is None else port
         try:
-            roll = RollCall(address, chosen, len(meeting.nodes), secret.encode())
+            roll = RollCall(address, chosen, len(rendezvous.nodes), secret.encode())
             break
         except OSError as error:  # another process has taken the port meanwhile
             if not left or port is not None:
                 raise UserError(
-                    f"node {meeting.node} cannot listen on {address}:{chosen} for the roll call of its nodes: "
+                    f"node {rendezvous.node} cannot listen on {address}:{chosen} for the roll call of its nodes: "
                     f"{error.strerror}"
                 ) from error
     place = {"address": address, "port": chosen, "secret": secret}
-    write_atomically(meeting.attempt_dir / PLACE, json.dumps(place), forbidden=0o077)
-    return Lead(meeting, roll)
+    write_atomically(rendezvous.attempt_dir / PLACE, json.dumps(place), forbidden=0o077)
+    return Coordinator(rendezvous, roll)
 
 
-def join(meeting: Meeting, timeout_s: float, asked_to_end: threading.Event | None = None) -> Mate:
+def join(rendezvous: Rendezvous, timeout_s: float, asked_to_end: threading.Event | None = None) -> Participant:
     """Connect to the roll call of node 0.
 
     Args:
@@ -188,23 +188,23 @@ def join(meeting: Meeting, timeout_s: float, asked_to_end: threading.Event | Non
 
     def check() -> None:
         if asked_to_end is not None and asked_to_end.is_set():
-            raise Ended(TERMINATED)
-        if 0 in (failures := meeting.failures()):  # it has printed why
-            raise Ended(failures[0])
+            raise JoinAborted(TERMINATED)
+        if 0 in (failures := rendezvous.failures()):  # it has printed why
+            raise JoinAborted(failures[0])
 
     deadline = time.monotonic() + timeout_s
-    path = meeting.await_file(PLACE, timeout_s, check)
+    path = rendezvous.await_file(PLACE, timeout_s, check)
     place = json.loads(path.read_text())
     while True:
         try:
             where = (place["address"], place["port"])
-            return Mate(
-                meeting, Caller(*where, meeting.node_rank, place["secret"].encode(), timeout_s=CONNECT_TIMEOUT_S)
+            return Participant(
+                rendezvous, Caller(*where, rendezvous.node_rank, place["secret"].encode(), timeout_s=CONNECT_TIMEOUT_S)
             )
         except OSError as error:
             if time.monotonic() > deadline:
                 raise UserError(
-                    f"node {meeting.node} cannot reach node {meeting.nodes[0]} at {where[0]}:{where[1]}: "
+                    f"node {rendezvous.node} cannot reach node {rendezvous.nodes[0]} at {where[0]}:{where[1]}: "
                     f"{error.strerror or error}; check for a firewall between them, or set slurm.interface to another "
                     "network"
                 ) from error
@@ -212,9 +212,9 @@ def join(meeting: Meeting, timeout_s: float, asked_to_end: threading.Event | Non
         time.sleep(POLL_S)
 
 
-def end_of_lost(meeting: Meeting, rank: int, loss: Loss) -> End:
+def end_of_lost(rendezvous: Rendezvous, rank: int, loss: Loss) -> End:
     """Return the end of a node whose connection ended without a report."""
-    node, log = meeting.nodes[rank], meeting.log(rank)
+    node, log = rendezvous.nodes[rank], rendezvous.log(rank)
     if not loss.machine_answers:
         return End(rank, 1, text=f"node {node} is lost: {loss.how}; its log is {log}", process=f"node {node}")
     process = f"the node entry on node {node}"

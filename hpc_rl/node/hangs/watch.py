@@ -1,4 +1,4 @@
-"""Finds hangs: watches the beats of the processes on this node, and the pulses of the other nodes' entries.
+"""Finds hangs: watches the heartbeats of the processes on this node, and those of the other nodes' entries.
 
 A thread of each node entry looks every few seconds. If a process is silent for too long, all nodes collect the stacks
 of their processes, tell each other what they see, and come to the same conclusion. One of them prints it and writes it
@@ -20,12 +20,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hpc_rl.liveness import flight_records
-from hpc_rl.liveness.flight_records import Finding
-from hpc_rl.liveness.heartbeat import SUFFIX, Beat, read_beat
+from hpc_rl.liveness.flight_records import WaitCause
+from hpc_rl.liveness.heartbeat import SUFFIX, Heartbeat, read_heartbeat
 from hpc_rl.liveness.walltime import RESERVE_S, WalltimeEnd, job_end, unlimited
-from hpc_rl.node import silence, stack_files
-from hpc_rl.node.pulses import EXCHANGE_S, Pulse, Pulses
-from hpc_rl.node.silence import Sight, Vigil
+from hpc_rl.node.hangs import process_status, stack_files
+from hpc_rl.node.hangs.node_heartbeats import EXCHANGE_S, NodeHeartbeat, NodeHeartbeats
+from hpc_rl.node.hangs.process_status import ProcessMonitor, ProcessStatus
 from hpc_rl.run_dir import moved_end_file
 from hpc_rl.system.files import write_atomically
 from hpc_rl.system.processes import descendants
@@ -46,8 +46,8 @@ _GATHER_POLL_S = 0.2
 
 
 @dataclass(frozen=True)
-class Place:
-    """Where a node entry watches."""
+class WatchedNode:
+    """The node on which a node entry watches."""
 
     attempt_dir: Path
     nodes: tuple[str, ...]
@@ -58,7 +58,7 @@ class Place:
     """torch's name of the devices on which the job computes."""
 
     @property
-    def node(self) -> str:
+    def name(self) -> str:
         return self.nodes[self.node_rank]
 
 
@@ -69,12 +69,12 @@ class HangWatch:
         hang_timeout_s: trainer.hang_timeout_s.
     """
 
-    def __init__(self, place: Place, hang_timeout_s: float, job_end: WalltimeEnd) -> None:
-        self._place = place
+    def __init__(self, node: WatchedNode, hang_timeout_s: float, job_end: WalltimeEnd) -> None:
+        self._node = node
         self._hang_timeout_s = hang_timeout_s
-        self._walltime = Walltime(place.attempt_dir.parent / "stop", job_end)
-        self._vigil = Vigil(place.node, hang_timeout_s, on_gpu=place.device != "cpu")
-        self._pulses = Pulses(place.attempt_dir, place.nodes, place.node_rank)
+        self._walltime = Walltime(node.attempt_dir.parent / "stop", job_end)
+        self._monitor = ProcessMonitor(node.name, hang_timeout_s, on_gpu=node.device != "cpu")
+        self._heartbeats = NodeHeartbeats(node.attempt_dir, node.nodes, node.node_rank)
         self._look_s = min(LONGEST_LOOK_S, hang_timeout_s / 5)
         self._exchange_s = min(EXCHANGE_S, hang_timeout_s / 3)
         self._since_exchange_s = self._exchange_s
@@ -93,7 +93,7 @@ class HangWatch:
     def concluded(self) -> bool:
         """Return whether some node has concluded that the job hangs. Call it after `close`."""
         self._await_reason()
-        return self.found or (self._place.attempt_dir / HANG).exists()
+        return self.found or (self._node.attempt_dir / HANG).exists()
 
     def close(self) -> None:
         """Stop watching, after a conclusion that has begun, and tell the other nodes that this one ends."""
@@ -101,7 +101,7 @@ class HangWatch:
         self._thread.join(CONCLUDE_S)
         if not self.found and not self._thread.is_alive():
             with contextlib.suppress(OSError):
-                self._pulses.publish(Pulse(has_ended=True))
+                self._heartbeats.publish(NodeHeartbeat(has_ended=True))
 
     def _watch(self) -> None:
         before = time.monotonic()
@@ -118,78 +118,78 @@ class HangWatch:
     def _look(self, elapsed_s: float) -> bool:
         """Look once. Return whether the job hangs."""
         states = process_states()
-        names = {pid: stack_files.name_of(pid) for pid, state in states.items() if state in silence.STOPPED}
-        sights = self._vigil.look(read_beats(self._place.beats), states, names, elapsed_s)
+        names = {pid: stack_files.name_of(pid) for pid, state in states.items() if state in process_status.STOPPED}
+        processes = self._monitor.look(read_heartbeats(self._node.beats), states, names, elapsed_s)
         finding = self._walltime.finding(elapsed_s)
-        is_found = bool(finding) or any(sight.is_suspect for sight in sights)
+        is_found = bool(finding) or any(one.is_suspect for one in processes)
         self._since_exchange_s += elapsed_s
         if not is_found and self._since_exchange_s < self._exchange_s:
             return False
-        others = self._exchange(sights)
-        finding = finding or self._others_finding(sights)
-        if not is_found and not finding and not any(pulse.finds_hang for pulse in others.values()):
+        others = self._exchange(processes)
+        finding = finding or self._others_finding(processes)
+        if not is_found and not finding and not any(beat.finds_hang for beat in others.values()):
             return False
-        self._conclude(sights, states, finding)
+        self._conclude(processes, states, finding)
         return True
 
-    def _exchange(self, sights: Sequence[Sight]) -> Mapping[int, Pulse]:
-        """Publish this node's pulse and read those that it watches."""
+    def _exchange(self, processes: Sequence[ProcessStatus]) -> Mapping[int, NodeHeartbeat]:
+        """Publish this node's heartbeat and read those that it watches."""
         elapsed_s, self._since_exchange_s = self._since_exchange_s, 0.0
         try:
-            self._pulses.publish(Pulse(quiet_s=silence.quiet_s(sights)))
+            self._heartbeats.publish(NodeHeartbeat(quiet_s=process_status.quiet_s(processes)))
         except OSError:  # a full disk, which silences the others too
             elapsed_s = 0.0
-        return self._pulses.look(self._pulses.watched, elapsed_s)
+        return self._heartbeats.look(self._heartbeats.watched, elapsed_s)
 
-    def _others_finding(self, sights: Sequence[Sight]) -> str:
+    def _others_finding(self, processes: Sequence[ProcessStatus]) -> str:
         """Return what is wrong with other nodes, or with all of them; empty if nothing is."""
-        for rank, silent_s in self._pulses.lost(self._hang_timeout_s, self._exchange_s).items():
-            return f"the node entry on node {self._place.nodes[rank]}: no sign of life for {silent_s:.0f} s"
-        driver = silence.waiting_driver(sights)
-        quiet_s = self._pulses.quiet_s(silence.quiet_s(sights)) if self._place.node_rank == 0 else None
+        for rank, silent_s in self._heartbeats.lost(self._hang_timeout_s, self._exchange_s).items():
+            return f"the node entry on node {self._node.nodes[rank]}: no heartbeat for {silent_s:.0f} s"
+        driver = process_status.waiting_driver(processes)
+        quiet_s = self._heartbeats.quiet_s(process_status.quiet_s(processes)) if self._node.node_rank == 0 else None
         if driver is None or quiet_s is None or quiet_s <= self._hang_timeout_s:
             return ""
-        return f"{silence.described(driver, sights)}; it waits for the others, and all of them wait too"
+        return f"{process_status.described(driver, processes)}; it waits for the others, and all of them wait too"
 
-    def _conclude(self, sights: Sequence[Sight], states: Mapping[int, str], finding: str) -> None:
+    def _conclude(self, processes: Sequence[ProcessStatus], states: Mapping[int, str], finding: str) -> None:
         """Alarm the other nodes, collect stacks, hear what the others see, and make the reason known."""
-        place = self._place
+        node = self._node
         with contextlib.suppress(OSError):
-            self._pulses.publish(Pulse(finds_hang=True))
-        names = {sight.pid: sight.name for sight in sights if sight.phase}
+            self._heartbeats.publish(NodeHeartbeat(finds_hang=True))
+        names = {one.pid: one.name for one in processes if one.phase}
         in_collective: Mapping[int, bool] = {}
         with contextlib.suppress(Exception):  # the verdict does not need them
-            in_collective = stack_files.collect(place.beats, place.attempt_dir, place.node_rank, names, states)
-        collected = tuple(silence.with_collectives(sights, in_collective))
-        own = Pulse(finds_hang=True, has_collected=True, finding=finding, sights=collected)
+            in_collective = stack_files.collect(node.beats, node.attempt_dir, node.node_rank, names, states)
+        collected = tuple(process_status.with_collectives(processes, in_collective))
+        own = NodeHeartbeat(finds_hang=True, has_collected=True, finding=finding, processes=collected)
         with contextlib.suppress(OSError):
-            self._pulses.publish(own)
+            self._heartbeats.publish(own)
         gathered = self._gather()
-        if not _is_first(place.attempt_dir):
+        if not _is_first(node.attempt_dir):
             self._await_reason()  # the job ends with the first node that leaves
             return
-        line = verdict([own, *gathered], records_of(place.attempt_dir)) or UNTOLD
+        line = verdict([own, *gathered], records_of(node.attempt_dir)) or UNTOLD
         with contextlib.suppress(OSError):
-            write_atomically(place.attempt_dir / HANG, f"{line}\n")
-        print(f"hpc-rl: hang: {line}; the stacks of all processes are in {place.attempt_dir / stack_files.FOLDER}",
+            write_atomically(node.attempt_dir / HANG, f"{line}\n")
+        print(f"hpc-rl: hang: {line}; the stacks of all processes are in {node.attempt_dir / stack_files.FOLDER}",
               flush=True)  # fmt: skip
 
     def _await_reason(self) -> None:
         """Wait until the node that has begun to write the reason has finished, for at most CLAIMED_S seconds."""
-        reason, claim = (self._place.attempt_dir / name for name in (HANG, _CLAIM))
+        reason, claim = (self._node.attempt_dir / name for name in (HANG, _CLAIM))
         deadline = time.monotonic() + CLAIMED_S
         while claim.exists() and not reason.exists() and time.monotonic() < deadline:
             time.sleep(_GATHER_POLL_S)
 
-    def _gather(self) -> list[Pulse]:
+    def _gather(self) -> list[NodeHeartbeat]:
         """Return what the other nodes see, as soon as all have answered or GATHER_S seconds have passed."""
         deadline = time.monotonic() + GATHER_S
-        others = [rank for rank in range(len(self._place.nodes)) if rank != self._place.node_rank]
+        others = [rank for rank in range(len(self._node.nodes)) if rank != self._node.node_rank]
         while True:
-            found = self._pulses.look(others, 0.0)
+            found = self._heartbeats.look(others, 0.0)
             is_complete = all(rank in found and (found[rank].has_collected or found[rank].has_ended) for rank in others)
-            if is_complete or (self._place.attempt_dir / HANG).exists() or time.monotonic() > deadline:
-                return [pulse for pulse in found.values() if pulse.has_collected]
+            if is_complete or (self._node.attempt_dir / HANG).exists() or time.monotonic() > deadline:
+                return [beat for beat in found.values() if beat.has_collected]
             time.sleep(_GATHER_POLL_S)
 
 
@@ -230,12 +230,12 @@ class Walltime:
 
 
 @contextmanager
-def watching(place: Place, hang_timeout_s: float) -> Iterator[HangWatch]:
+def watching(node: WatchedNode, hang_timeout_s: float) -> Iterator[HangWatch]:
     """Watch while the block runs; without a time limit (0), the watch finds nothing."""
-    place.beats.mkdir(mode=0o700, exist_ok=True)
+    node.beats.mkdir(mode=0o700, exist_ok=True)
     # The end of the walltime is known by the clock of node 0.
-    end = job_end(os.environ, moved_end_file(place.attempt_dir)) if place.node_rank == 0 else unlimited
-    watch = HangWatch(place, hang_timeout_s, end)
+    end = job_end(os.environ, moved_end_file(node.attempt_dir)) if node.node_rank == 0 else unlimited
+    watch = HangWatch(node, hang_timeout_s, end)
     if not hang_timeout_s:
         yield watch
         return
@@ -246,42 +246,43 @@ def watching(place: Place, hang_timeout_s: float) -> Iterator[HangWatch]:
         watch.close()
 
 
-def verdict(pulses: Sequence[Pulse], records: Sequence[Finding] = ()) -> str:
+def verdict(heartbeats: Sequence[NodeHeartbeat], records: Sequence[WaitCause] = ()) -> str:
     """Return the one line that names what hangs, from what all nodes see.
 
     Args:
         records: what the flight records show, the most likely cause first.
     """
-    sights = [sight for pulse in pulses for sight in pulse.sights]
-    found = next((pulse.finding for pulse in pulses if pulse.finding), "")
+    processes = [one for beat in heartbeats for one in beat.processes]
+    found = next((beat.finding for beat in heartbeats if beat.finding), "")
     ends = found.startswith(Walltime.MARK)
-    suspects = {sight.name for sight in sights if sight.is_suspect}
+    suspects = {one.name for one in processes if one.is_suspect}
     known = sorted((one for one in records if one.ranks), key=lambda one: suspects.isdisjoint(one.names))
-    late = known[0] if known else Finding("")
-    culprits = silence.culprits(sights, late.names, before_limit=ends)
-    is_stopped = any(sight.is_stopped and sight.is_suspect for sight in culprits)
+    late = known[0] if known else WaitCause("")
+    culprits = process_status.culprits(processes, late.names, before_limit=ends)
+    is_stopped = any(one.is_stopped and one.is_suspect for one in culprits)
     if not culprits or (found and not ends and not is_stopped):
         return found
+    first = culprits[0]
     if len(culprits) > 1:
-        line, shown = silence.not_known(culprits), next((finding.line for finding in records), "")
+        line, shown = process_status.not_known(culprits), next((finding.line for finding in records), "")
     else:
-        line, shown = silence.described(culprits[0], sights), late.line if culprits[0].name in late.names else ""
-    line = f"{line}; {shown}" if shown and not culprits[0].is_stopped else line
+        line, shown = process_status.described(first, processes), late.line if first.name in late.names else ""
+    line = f"{line}; {shown}" if shown and not first.is_stopped else line
     return f"{found}: {line}" if found and not is_stopped else line
 
 
-def records_of(attempt_dir: Path) -> list[Finding]:
+def records_of(attempt_dir: Path) -> list[WaitCause]:
     """Return the first finding of each pool in the flight records of an attempt, or none if they cannot be read."""
-    found: dict[str, Finding] = {}
+    found: dict[str, WaitCause] = {}
     with contextlib.suppress(OSError):
-        for finding in flight_records.findings(attempt_dir):
+        for finding in flight_records.wait_causes(attempt_dir):
             found.setdefault(finding.pool, finding)
     return list(found.values())
 
 
-def read_beats(folder: Path) -> dict[int, Beat]:
+def read_heartbeats(folder: Path) -> dict[int, Heartbeat]:
     """Return what the processes of this node have recorded, by process id."""
-    found = [beat for path in folder.glob(f"*{SUFFIX}") if (beat := read_beat(path)) is not None]
+    found = [beat for path in folder.glob(f"*{SUFFIX}") if (beat := read_heartbeat(path)) is not None]
     return {beat.pid: beat for beat in found}
 
 

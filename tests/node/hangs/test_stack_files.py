@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from hpc_rl.liveness import stacks
-from hpc_rl.node import stack_files
-from hpc_rl.node.stack_files import collect, name_of, slug, waits_for_others
+from hpc_rl.node.hangs import stack_files
+from hpc_rl.node.hangs.stack_files import collect, name_of, slug, waits_for_others
 
 THREAD = 'Thread 0x01 (most recent call first):\n  File "/x/hpc_rl/a.py", line 1 in run\n\n'
 COLLECTIVE = '  File "/x/torch/distributed/distributed_c10d.py", line 5 in all_gather\n  File "/x/a.py", line 1 in f\n'

@@ -4,14 +4,14 @@ from pathlib import Path
 import pytest
 
 from hpc_rl.errors import UserError
-from hpc_rl.node import meeting as meeting_module
-from hpc_rl.node.meeting import Meeting, Progress, interval_s
+from hpc_rl.node import rendezvous as rendezvous_module
+from hpc_rl.node.rendezvous import Rendezvous, WaitMessages, interval_s
 
 NODES = ("a", "b", "c")
 
 
 def test_nodes_meet_over_files(tmp_path: Path) -> None:
-    head, other = Meeting(tmp_path, NODES, 0), Meeting(tmp_path, NODES, 2)
+    head, other = Rendezvous(tmp_path, NODES, 0), Rendezvous(tmp_path, NODES, 2)
     head.arrive()
     assert head.missing() == ["b", "c"]
     other.arrive()
@@ -23,27 +23,27 @@ def test_nodes_meet_over_files(tmp_path: Path) -> None:
 
 
 def test_waiting_ends_with_who_is_missing(tmp_path: Path) -> None:
-    meeting = Meeting(tmp_path / "attempt-1", NODES, 1)
+    rendezvous = Rendezvous(tmp_path / "attempt-1", NODES, 1)
     with pytest.raises(UserError, match=r"node b does not see .*attempt-1, which node a made"):
-        meeting.check_shared(timeout_s=0.1)
+        rendezvous.check_shared(timeout_s=0.1)
     (tmp_path / "attempt-1").mkdir()
-    meeting.check_shared(timeout_s=0.1)
+    rendezvous.check_shared(timeout_s=0.1)
     with pytest.raises(UserError, match="node b waited 0 s for node a"):
-        meeting.await_address(timeout_s=0.1)
+        rendezvous.await_address(timeout_s=0.1)
 
 
 def test_many_nodes_look_less_often(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert [interval_s(nodes) for nodes in (1, 100, 200, 1000, 1024)] == [0.05, 0.05, 0.1, 0.5, 0.5]
     slept: list[float] = []
-    monkeypatch.setattr(meeting_module.time, "sleep", slept.append)
-    monkeypatch.setattr(meeting_module.time, "monotonic", lambda: sum(slept))
+    monkeypatch.setattr(rendezvous_module.time, "sleep", slept.append)
+    monkeypatch.setattr(rendezvous_module.time, "monotonic", lambda: sum(slept))
     with pytest.raises(UserError, match="node node1 waited 60 s"):
-        Meeting(tmp_path, tuple(f"node{number}" for number in range(500)), 1).await_address(timeout_s=60)
+        Rendezvous(tmp_path, tuple(f"node{number}" for number in range(500)), 1).await_address(timeout_s=60)
     assert set(slept) == {0.25}
 
 
 def test_failures_are_those_of_the_nodes(tmp_path: Path) -> None:
-    head, other = Meeting(tmp_path / "attempt-1", NODES, 0), Meeting(tmp_path / "attempt-1", NODES, 2)
+    head, other = Rendezvous(tmp_path / "attempt-1", NODES, 0), Rendezvous(tmp_path / "attempt-1", NODES, 2)
     assert head.failures() == {}
     head.attempt_dir.mkdir()
     other.arrive()
@@ -57,13 +57,13 @@ def test_a_long_wait_shows_what_is_missing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     seconds = iter([100.0, 129.0, 130.0, 159.0, 161.0])
-    monkeypatch.setattr(meeting_module.time, "monotonic", lambda: next(seconds))
-    head, progress = Meeting(tmp_path, NODES, 0), Progress()
+    monkeypatch.setattr(rendezvous_module.time, "monotonic", lambda: next(seconds))
+    head, progress = Rendezvous(tmp_path, NODES, 0), WaitMessages()
     head.arrive()
     for _ in range(4):
         progress.show(head.attendance)
     line = "hpc-rl: waiting for the nodes: 1 of 3 have started; nodes b, c not yet"
     assert capsys.readouterr().out == f"{line}, 30 s\n{line}, 61 s\n"
     for rank in (1, 2):
-        Meeting(tmp_path, NODES, rank).arrive()
+        Rendezvous(tmp_path, NODES, rank).arrive()
     assert head.attendance() == "the nodes: 3 of 3 have started"

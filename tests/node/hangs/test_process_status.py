@@ -3,20 +3,31 @@ from dataclasses import replace
 
 import pytest
 
-from hpc_rl.liveness.heartbeat import Beat
-from hpc_rl.node.silence import LONG, Sight, Vigil, culprits, described, not_known, quiet_s, waiting_driver
+from hpc_rl.liveness.heartbeat import Heartbeat
+from hpc_rl.node.hangs.process_status import (
+    LONG,
+    ProcessMonitor,
+    ProcessStatus,
+    culprits,
+    described,
+    not_known,
+    quiet_s,
+    waiting_driver,
+)
 
 TIMEOUT_S = 100.0
 
 
-def beat(pid: int = 1, phase: str = "optimizer", count: int = 1, is_first: bool = False, waits: bool = False) -> Beat:
-    return Beat(pid, f"rank {pid}", phase, 7, is_first, waits, count)
+def beat(
+    pid: int = 1, phase: str = "optimizer", count: int = 1, is_first: bool = False, waits: bool = False
+) -> Heartbeat:
+    return Heartbeat(pid, f"rank {pid}", phase, 7, is_first, waits, count)
 
 
-def sight(name: str = "rank 0", silent_s: float = 101, state: str = "S", phase: str = "optimizer", step: int = 7,
+def process(name: str = "rank 0", silent_s: float = 101, state: str = "S", phase: str = "optimizer", step: int = 7,
           waits: bool = False, in_collective: bool | None = None, limit_s: float = TIMEOUT_S,
-          on_gpu: bool = False) -> Sight:  # fmt: skip
-    return Sight(name, "n1", 1, silent_s, limit_s, state, phase, step, waits, in_collective, on_gpu)
+          on_gpu: bool = False) -> ProcessStatus:  # fmt: skip
+    return ProcessStatus(name, "n1", 1, silent_s, limit_s, state, phase, step, waits, in_collective, on_gpu)
 
 
 @pytest.mark.parametrize(
@@ -31,16 +42,16 @@ def sight(name: str = "rank 0", silent_s: float = 101, state: str = "S", phase: 
         (beat(phase="start"), math.inf),
     ],
 )
-def test_how_long_a_process_may_be_silent(last: Beat, limit_s: float) -> None:
-    assert Vigil("n1", TIMEOUT_S).limit_s(last) == limit_s
+def test_how_long_a_process_may_be_silent(last: Heartbeat, limit_s: float) -> None:
+    assert ProcessMonitor("n1", TIMEOUT_S).limit_s(last) == limit_s
 
 
 def test_silence_is_the_time_without_a_new_beat() -> None:
-    vigil = Vigil("n1", TIMEOUT_S)
+    monitor = ProcessMonitor("n1", TIMEOUT_S)
     running = {1: "S", 2: "R"}
 
-    def silent(*beats: Beat) -> list[float]:
-        return [seen.silent_s for seen in vigil.look({one.pid: one for one in beats}, running, {}, 5.0)]
+    def silent(*beats: Heartbeat) -> list[float]:
+        return [seen.silent_s for seen in monitor.look({one.pid: one for one in beats}, running, {}, 5.0)]
 
     assert silent(beat(1), beat(2)) == [0, 0]
     assert silent(beat(1), beat(2)) == [5, 5]
@@ -48,63 +59,63 @@ def test_silence_is_the_time_without_a_new_beat() -> None:
     assert silent(beat(1)) == [15, 5]  # a file that cannot be read now
     assert silent(beat(1, count=2)) == [0, 10]
     del running[2]
-    assert silent(beat(1, count=3), beat(2, count=3)) == [0]  # an ended process is no sight
+    assert silent(beat(1, count=3), beat(2, count=3)) == [0]  # an ended process is no process
 
 
 def test_a_process_is_a_suspect_after_its_limit_and_not_at_it() -> None:
-    vigil = Vigil("n1", TIMEOUT_S)
-    vigil.look({1: beat()}, {1: "S"}, {}, 1)
-    (seen,) = vigil.look({1: beat()}, {1: "S"}, {}, TIMEOUT_S)
+    monitor = ProcessMonitor("n1", TIMEOUT_S)
+    monitor.look({1: beat()}, {1: "S"}, {}, 1)
+    (seen,) = monitor.look({1: beat()}, {1: "S"}, {}, TIMEOUT_S)
     assert not seen.is_suspect
-    (seen,) = vigil.look({1: beat()}, {1: "S"}, {}, 1)
-    assert seen == Sight("rank 1", "n1", 1, 101, TIMEOUT_S, "S", "optimizer", 7)
+    (seen,) = monitor.look({1: beat()}, {1: "S"}, {}, 1)
+    assert seen == ProcessStatus("rank 1", "n1", 1, 101, TIMEOUT_S, "S", "optimizer", 7)
     assert seen.is_suspect
 
 
 def test_long_pauses_that_ended_raise_the_limit_of_their_phase() -> None:
-    vigil = Vigil("n1", TIMEOUT_S)
+    monitor = ProcessMonitor("n1", TIMEOUT_S)
     for elapsed, count in ((0, 1), (50, 2), (12, 3)):
-        vigil.look({1: beat(count=count)}, {1: "S"}, {}, elapsed)
-    assert vigil.limit_s(beat()) == 500
-    assert vigil.limit_s(beat(phase="data")) == TIMEOUT_S
+        monitor.look({1: beat(count=count)}, {1: "S"}, {}, elapsed)
+    assert monitor.limit_s(beat()) == 500
+    assert monitor.limit_s(beat(phase="data")) == TIMEOUT_S
 
 
 @pytest.mark.parametrize("kind", [{"is_first": True}, {"waits": True}])
 def test_pauses_of_another_kind_raise_no_limit(kind: dict[str, bool]) -> None:
-    vigil = Vigil("n1", TIMEOUT_S)
-    vigil.look({1: beat(**kind)}, {1: "S"}, {}, 1)
-    vigil.look({1: beat(count=2)}, {1: "S"}, {}, 50)
-    assert vigil.limit_s(beat()) == TIMEOUT_S
+    monitor = ProcessMonitor("n1", TIMEOUT_S)
+    monitor.look({1: beat(**kind)}, {1: "S"}, {}, 1)
+    monitor.look({1: beat(count=2)}, {1: "S"}, {}, 50)
+    assert monitor.limit_s(beat()) == TIMEOUT_S
 
 
 def test_a_stopped_process_is_a_suspect_in_every_phase_also_without_beats() -> None:
-    vigil = Vigil("n1", TIMEOUT_S)
+    monitor = ProcessMonitor("n1", TIMEOUT_S)
     beats, states, names = {1: beat(phase="start", waits=True)}, {1: "T", 5: "T", 6: "S"}, {5: "raylet", 6: "other"}
-    first = vigil.look(beats, states, names, 60)
+    first = monitor.look(beats, states, names, 60)
     assert [(seen.name, seen.silent_s, seen.is_suspect) for seen in first] == [
         ("rank 1", 0, False),
         ("raylet", 0, False),
     ]
-    second = vigil.look(beats, states, names, 101)
+    second = monitor.look(beats, states, names, 101)
     assert [(seen.name, seen.silent_s, seen.is_suspect) for seen in second] == [
         ("rank 1", 101, True),
         ("raylet", 101, True),
     ]
-    vigil.look(beats, {1: "T", 5: "S"}, names, 1)
-    third = vigil.look(beats, {1: "T", 5: "T"}, names, 1)
+    monitor.look(beats, {1: "T", 5: "S"}, names, 1)
+    third = monitor.look(beats, {1: "T", 5: "T"}, names, 1)
     assert [seen.silent_s for seen in third] == [103, 0]  # 5 went on in between
 
 
-STOPPED = sight("stopped", state="T", silent_s=101, in_collective=None)
-ALONE = sight("alone", silent_s=101, in_collective=False)
-WAITS_LONGER = sight("waits longer", silent_s=140, in_collective=True)
-WAITS = sight("waits", silent_s=120, in_collective=True)
-IN_TIME = sight("in time", silent_s=99)
-PATIENT = sight("with a longer limit", silent_s=101, in_collective=False, limit_s=200)
+STOPPED = process("stopped", state="T", silent_s=101, in_collective=None)
+ALONE = process("alone", silent_s=101, in_collective=False)
+WAITS_LONGER = process("waits longer", silent_s=140, in_collective=True)
+WAITS = process("waits", silent_s=120, in_collective=True)
+IN_TIME = process("in time", silent_s=99)
+PATIENT = process("with a longer limit", silent_s=101, in_collective=False, limit_s=200)
 
 
 @pytest.mark.parametrize(
-    ("sights", "expected"),
+    ("processes", "expected"),
     [
         ([IN_TIME], None),
         ([], None),
@@ -119,19 +130,19 @@ PATIENT = sight("with a longer limit", silent_s=101, in_collective=False, limit_
         ([WAITS, replace(PATIENT, in_collective=None)], WAITS),
         ([WAITS, replace(PATIENT, waits=True)], WAITS),
         ([replace(WAITS, in_collective=None), PATIENT], replace(WAITS, in_collective=None)),
-        ([sight(waits=True)], None),
-        ([sight("raylet", state="T", phase="", silent_s=200), STOPPED], STOPPED),
+        ([process(waits=True)], None),
+        ([process("raylet", state="T", phase="", silent_s=200), STOPPED], STOPPED),
     ],
 )
-def test_the_culprit(sights: list[Sight], expected: Sight | None) -> None:
-    assert culprits(sights) == ([] if expected is None else [expected])
+def test_the_culprit(processes: list[ProcessStatus], expected: ProcessStatus | None) -> None:
+    assert culprits(processes) == ([] if expected is None else [expected])
 
 
 def test_who_is_silent_before_any_limit() -> None:
-    driver, stopped = sight("driver", silent_s=500, waits=True), replace(STOPPED, silent_s=1)
-    assert culprits([IN_TIME, sight("shorter", silent_s=3), driver], before_limit=True) == [IN_TIME]
+    driver, stopped = process("driver", silent_s=500, waits=True), replace(STOPPED, silent_s=1)
+    assert culprits([IN_TIME, process("shorter", silent_s=3), driver], before_limit=True) == [IN_TIME]
     assert culprits([IN_TIME, stopped], before_limit=True) == [stopped]
-    assert culprits([sight(waits=True)], before_limit=True) == []
+    assert culprits([process(waits=True)], before_limit=True) == []
 
 
 def test_the_flight_records_decide_before_the_stacks() -> None:
@@ -147,7 +158,7 @@ def test_the_flight_records_decide_before_the_stacks() -> None:
 
 
 GPU_0, GPU_1, GPU_2 = (
-    sight(f"rank {rank}", silent_s, in_collective=False, on_gpu=True) for rank, silent_s in enumerate((112, 105, 111))
+    process(f"rank {rank}", silent_s, in_collective=False, on_gpu=True) for rank, silent_s in enumerate((112, 105, 111))
 )
 
 
@@ -157,7 +168,7 @@ SLOW, MUTE, FROZEN = replace(GPU_1, silent_s=9, step=6), replace(GPU_1, in_colle
 
 
 @pytest.mark.parametrize(
-    ("sights", "late", "expected"),
+    ("processes", "late", "expected"),
     [
         ([GPU_0, GPU_1, GPU_2], {"rank 1"}, [GPU_1]),
         ([GPU_1, GPU_0, GPU_2], set(), [GPU_0, GPU_1, GPU_2]),
@@ -174,51 +185,54 @@ SLOW, MUTE, FROZEN = replace(GPU_1, silent_s=9, step=6), replace(GPU_1, in_colle
     ],
 )
 def test_on_gpus_the_stacks_leave_open_which_rank_waits(
-    sights: list[Sight], late: set[str], expected: list[Sight]
+    processes: list[ProcessStatus], late: set[str], expected: list[ProcessStatus]
 ) -> None:
-    assert culprits(sights, late) == expected
+    assert culprits(processes, late) == expected
 
 
 def test_a_job_on_gpus_is_seen_as_one() -> None:
-    vigil = Vigil("n1", TIMEOUT_S, on_gpu=True)
-    assert [seen.on_gpu for seen in vigil.look({1: beat()}, {1: "S"}, {}, 1)] == [True]
+    monitor = ProcessMonitor("n1", TIMEOUT_S, on_gpu=True)
+    assert [seen.on_gpu for seen in monitor.look({1: beat()}, {1: "S"}, {}, 1)] == [True]
 
 
 def test_what_is_not_known_is_said() -> None:
     assert not_known([GPU_0, replace(GPU_1, phase="data")]) == (
-        "rank 0 on node n1, rank 1 on node n1: no sign of life for 105 to 112 s in data of step 7, optimizer of step 7;"
+        "rank 0 on node n1, rank 1 on node n1: no heartbeat for 105 to 112 s in data of step 7, optimizer of step 7;"
         " it is not known which of them keeps the others waiting: the stacks of processes that wait for a GPU do not "
         "show it, and neither do the flight records"
     )
     many = not_known([replace(GPU_0, name=f"rank {rank}", step=0) for rank in range(7)])
-    assert "rank 3 on node n1, 3 more: no sign of life for 112 to 112 s in optimizer; it is" in many
+    assert "rank 3 on node n1, 3 more: no heartbeat for 112 to 112 s in optimizer; it is" in many
 
 
 def test_a_job_is_quiet_if_all_wait() -> None:
-    assert quiet_s([sight(waits=True, silent_s=4), sight(waits=True, silent_s=3)]) == 3
-    assert quiet_s([sight(waits=True), sight(silent_s=3)]) is None
-    assert quiet_s([sight(phase="", state="T")]) == math.inf
-    driver = sight("the driver", phase="gen", waits=True)
-    assert waiting_driver([sight(phase="run", waits=True), driver, sight(phase="x")]) == driver
-    assert waiting_driver([sight()]) is None
+    assert quiet_s([process(waits=True, silent_s=4), process(waits=True, silent_s=3)]) == 3
+    assert quiet_s([process(waits=True), process(silent_s=3)]) is None
+    assert quiet_s([process(phase="", state="T")]) == math.inf
+    driver = process("the driver", phase="gen", waits=True)
+    assert waiting_driver([process(phase="run", waits=True), driver, process(phase="x")]) == driver
+    assert waiting_driver([process()]) is None
 
 
 @pytest.mark.parametrize(
     ("seen", "text"),
     [
-        (sight(), "rank 0 on node n1: no sign of life for 101 s in optimizer of step 7"),
-        (sight(step=0), "rank 0 on node n1: no sign of life for 101 s in optimizer of step 9"),
-        (sight(phase="run"), "rank 0 on node n1: no sign of life for 101 s in step 7"),
-        (sight(state="T"), "rank 0 on node n1 is stopped (SIGSTOP): no sign of life for 101 s in optimizer of step 7"),
+        (process(), "rank 0 on node n1: no heartbeat for 101 s in optimizer of step 7"),
+        (process(step=0), "rank 0 on node n1: no heartbeat for 101 s in optimizer of step 9"),
+        (process(phase="run"), "rank 0 on node n1: no heartbeat for 101 s in step 7"),
         (
-            sight(state="D", step=3),
-            "rank 0 on node n1 is blocked in the kernel, usually by a file system: no sign of life for 101 s in "
+            process(state="T"),
+            "rank 0 on node n1 is stopped (SIGSTOP): no heartbeat for 101 s in optimizer of step 7",
+        ),
+        (
+            process(state="D", step=3),
+            "rank 0 on node n1 is blocked in the kernel, usually by a file system: no heartbeat for 101 s in "
             "optimizer of step 3",
         ),
     ],
 )
-def test_descriptions(seen: Sight, text: str) -> None:
-    assert described(seen, [sight(step=9)]) == text
-    assert described(sight("gcs_server", phase="", step=0, state="T"), []) == (
-        "gcs_server on node n1 is stopped (SIGSTOP): no sign of life for 101 s"
+def test_descriptions(seen: ProcessStatus, text: str) -> None:
+    assert described(seen, [process(step=9)]) == text
+    assert described(process("gcs_server", phase="", step=0, state="T"), []) == (
+        "gcs_server on node n1 is stopped (SIGSTOP): no heartbeat for 101 s"
     )

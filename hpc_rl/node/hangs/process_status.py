@@ -1,4 +1,4 @@
-"""Which processes of a job give no sign of life, and which of them keeps the others waiting. Pure functions.
+"""Which processes of a job have no heartbeat, and which of them keeps the others waiting. Pure functions.
 
 A process is silent for too long if it is stopped, or if its work shows no progress, for longer than its phase may take.
 A process that waits for others is judged together with them: only if nobody works.
@@ -11,7 +11,7 @@ import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from hpc_rl.liveness.heartbeat import RUN, Beat
+from hpc_rl.liveness.heartbeat import RUN, Heartbeat
 
 LONG = 4
 """A long phase, and the first time in any phase, may take this many times trainer.hang_timeout_s."""
@@ -35,7 +35,7 @@ MOST_NAMES = 4
 
 
 @dataclass(frozen=True)
-class Sight:
+class ProcessStatus:
     """One process as its node entry sees it."""
 
     name: str
@@ -71,7 +71,7 @@ class Sight:
         return self.on_gpu and self.in_collective is False and not self.waits and not self.is_stopped
 
 
-class Vigil:
+class ProcessMonitor:
     """What the processes of one node have recorded, from look to look.
 
     Args:
@@ -84,15 +84,15 @@ class Vigil:
         self._node = node
         self._on_gpu = on_gpu
         self._hang_timeout_s = hang_timeout_s
-        self._beats: dict[int, Beat] = {}
+        self._beats: dict[int, Heartbeat] = {}
         self._silent_s: dict[int, float] = {}
         self._stopped_s: dict[int, float] = {}
         self._longest_s: dict[str, float] = {}
         """Longest pause between two beats, by phase, of all processes."""
 
     def look(
-        self, beats: Mapping[int, Beat], states: Mapping[int, str], names: Mapping[int, str], elapsed_s: float
-    ) -> list[Sight]:
+        self, beats: Mapping[int, Heartbeat], states: Mapping[int, str], names: Mapping[int, str], elapsed_s: float
+    ) -> list[ProcessStatus]:
         """Return the processes that record beats, and others that are stopped.
 
         Args:
@@ -106,16 +106,16 @@ class Vigil:
         self._beats = {pid: beat for pid, beat in known.items() if pid in states}
         stopped = [pid for pid, state in states.items() if state in STOPPED]
         self._stopped_s = {pid: self._stopped_s.get(pid, -elapsed_s) + elapsed_s for pid in stopped}
-        return [self._sight(pid, states[pid], names) for pid in sorted({*self._beats, *stopped})]
+        return [self._status(pid, states[pid], names) for pid in sorted({*self._beats, *stopped})]
 
-    def limit_s(self, beat: Beat) -> float:
+    def limit_s(self, beat: Heartbeat) -> float:
         """Return for how long a process may be silent after this beat."""
         if beat.phase in UNLIMITED:
             return math.inf
         factor = LONG if beat.is_first or beat.phase in LONG_PHASES else 1
         return max(self._hang_timeout_s * factor, PATIENCE * self._longest_s.get(beat.phase, 0.0))
 
-    def _silence(self, pid: int, beat: Beat, elapsed_s: float) -> float:
+    def _silence(self, pid: int, beat: Heartbeat, elapsed_s: float) -> float:
         """Return for how long a process has been silent."""
         before = self._beats.get(pid)
         if before is None:
@@ -127,7 +127,7 @@ class Vigil:
             self._longest_s[before.phase] = max(silent_s, self._longest_s.get(before.phase, 0.0))
         return 0.0
 
-    def _sight(self, pid: int, state: str, names: Mapping[int, str]) -> Sight:
+    def _status(self, pid: int, state: str, names: Mapping[int, str]) -> ProcessStatus:
         beat = self._beats.get(pid)
         if state in STOPPED:  # a process without beats has been seen since it was stopped, and may have worked before
             silent_s, limit_s = self._stopped_s[pid], self._hang_timeout_s
@@ -135,22 +135,24 @@ class Vigil:
             assert beat is not None
             silent_s, limit_s = self._silent_s[pid], self.limit_s(beat)
         if beat is None:
-            return Sight(names.get(pid, f"process {pid}"), self._node, pid, silent_s, limit_s, state)
-        seen = Sight(beat.name, self._node, pid, silent_s, limit_s, state, on_gpu=self._on_gpu)
+            return ProcessStatus(names.get(pid, f"process {pid}"), self._node, pid, silent_s, limit_s, state)
+        seen = ProcessStatus(beat.name, self._node, pid, silent_s, limit_s, state, on_gpu=self._on_gpu)
         return replace(seen, phase=beat.phase, step=beat.step, waits=beat.waits)
 
 
-def quiet_s(sights: Sequence[Sight]) -> float | None:
+def quiet_s(processes: Sequence[ProcessStatus]) -> float | None:
     """Return for how long no process of these has shown progress, if all of them wait; None if one of them works.
 
     Without any, it is infinite.
     """
-    if any(not sight.waits for sight in sights if sight.phase):
+    if any(not one.waits for one in processes if one.phase):
         return None
-    return min((sight.silent_s for sight in sights if sight.phase), default=math.inf)
+    return min((one.silent_s for one in processes if one.phase), default=math.inf)
 
 
-def culprits(sights: Iterable[Sight], late: Collection[str] = (), before_limit: bool = False) -> list[Sight]:
+def culprits(
+    processes: Iterable[ProcessStatus], late: Collection[str] = (), before_limit: bool = False
+) -> list[ProcessStatus]:
     """Return the process that keeps the others waiting; several processes if it is not known which of them does.
 
     A stopped one comes first, then one for which the others wait according to the flight records, then one that waits
@@ -165,67 +167,69 @@ def culprits(sights: Iterable[Sight], late: Collection[str] = (), before_limit: 
     Returns:
         an empty list if no process is silent for too long.
     """
-    seen = list(sights)
-    suspects = [sight for sight in seen if sight.is_suspect or (before_limit and (sight.is_stopped or not sight.waits))]
+    seen = list(processes)
+    suspects = [one for one in seen if one.is_suspect or (before_limit and (one.is_stopped or not one.waits))]
     if not suspects:
         return []
-    if all(sight.in_collective for sight in suspects):
-        shortest_s, step = min(sight.limit_s for sight in suspects), suspects[0].step
+    if all(one.in_collective for one in suspects):
+        shortest_s, step = min(one.limit_s for one in suspects), suspects[0].step
         suspects += [
-            sight
-            for sight in seen
-            if sight.in_collective is False and not sight.waits and sight.step == step and sight.silent_s > shortest_s
+            one
+            for one in seen
+            if one.in_collective is False and not one.waits and one.step == step and one.silent_s > shortest_s
         ]
-    named = [sight for sight in seen if sight.name in late and not sight.waits and not sight.in_collective]
-    if named and not any(sight.is_stopped for sight in suspects):
+    named = [one for one in seen if one.name in late and not one.waits and not one.in_collective]
+    if named and not any(one.is_stopped for one in suspects):
         return [max(named, key=_blame)]
     worst = max(suspects, key=_blame)
-    return [worst, *(sight for sight in seen if sight != worst and _may_wait(worst, sight))]
+    return [worst, *(one for one in seen if one != worst and _may_wait(worst, one))]
 
 
-def _may_wait(worst: Sight, other: Sight) -> bool:
+def _may_wait(worst: ProcessStatus, other: ProcessStatus) -> bool:
     """Return whether two processes are ranks of one pool, and each of them may wait for the other: one that is silent,
     also for one that works."""
-    teams = [_RANK.fullmatch(sight.name) for sight in (worst, other) if sight.is_open]
+    teams = [_RANK.fullmatch(one.name) for one in (worst, other) if one.is_open]
     return len(teams) == 2 and None not in teams and len({team[1] for team in teams if team}) == 1
 
 
-def _blame(sight: Sight) -> tuple[bool, bool, bool, bool, float]:
-    return sight.is_stopped, bool(sight.phase), not sight.in_collective, not sight.is_open, sight.silent_s
+def _blame(process: ProcessStatus) -> tuple[bool, bool, bool, bool, float]:
+    return process.is_stopped, bool(process.phase), not process.in_collective, not process.is_open, process.silent_s
 
 
-def waiting_driver(sights: Iterable[Sight]) -> Sight | None:
+def waiting_driver(processes: Iterable[ProcessStatus]) -> ProcessStatus | None:
     """Return the process that starts the work of all others, of a job in which everybody waits."""
-    waiting = [sight for sight in sights if sight.waits and sight.phase]
-    return max(waiting, key=lambda sight: sight.phase != RUN, default=None)
+    waiting = [one for one in processes if one.waits and one.phase]
+    return max(waiting, key=lambda process: process.phase != RUN, default=None)
 
 
-def described(sight: Sight, all_sights: Iterable[Sight] = ()) -> str:
-    """Return what a process did when it fell silent: `rank 1 on node n2: no sign of life for 300 s in optimizer`."""
-    step = sight.step or max((other.step for other in all_sights), default=0)
+def described(process: ProcessStatus, all_processes: Iterable[ProcessStatus] = ()) -> str:
+    """Return what a process did when it fell silent: `rank 1 on node n2: no heartbeat for 300 s in optimizer`."""
+    step = process.step or max((other.step for other in all_processes), default=0)
     of_step = f" of step {step}" if step else ""
-    where = f" in {sight.phase}{of_step}" if sight.phase and sight.phase != RUN else of_step.replace(" of", " in", 1)
-    who = f"{sight.name} on node {sight.node}"
-    if sight.is_stopped:
+    where = (
+        f" in {process.phase}{of_step}" if process.phase and process.phase != RUN else of_step.replace(" of", " in", 1)
+    )
+    who = f"{process.name} on node {process.node}"
+    if process.is_stopped:
         who += " is stopped (SIGSTOP)"
-    elif sight.state == BLOCKED:
+    elif process.state == BLOCKED:
         who += " is blocked in the kernel, usually by a file system"
-    return f"{who}: no sign of life for {sight.silent_s:.0f} s{where}"
+    return f"{who}: no heartbeat for {process.silent_s:.0f} s{where}"
 
 
-def not_known(sights: Sequence[Sight]) -> str:
+def not_known(processes: Sequence[ProcessStatus]) -> str:
     """Return what is known about processes if any of them may keep the others waiting."""
-    names = [f"{sight.name} on node {sight.node}" for sight in sights]
+    names = [f"{one.name} on node {one.node}" for one in processes]
     more = [f"{len(names) - MOST_NAMES} more"] if len(names) > MOST_NAMES else []
-    places = sorted({f"{sight.phase} of step {sight.step}" if sight.step else sight.phase for sight in sights})
-    shortest_s, longest_s = min(sight.silent_s for sight in sights), max(sight.silent_s for sight in sights)
+    places = sorted({f"{one.phase} of step {one.step}" if one.step else one.phase for one in processes})
+    shortest_s, longest_s = min(one.silent_s for one in processes), max(one.silent_s for one in processes)
     return (
-        f"{', '.join(names[:MOST_NAMES] + more)}: no sign of life for {shortest_s:.0f} to {longest_s:.0f} s in "
+        f"{', '.join(names[:MOST_NAMES] + more)}: no heartbeat for {shortest_s:.0f} to {longest_s:.0f} s in "
         f"{', '.join(places[:MOST_NAMES])}; it is not known which of them keeps the others waiting: the stacks "
         "of processes that wait for a GPU do not show it, and neither do the flight records"
     )
 
 
-def with_collectives(sights: Iterable[Sight], in_collective: Mapping[int, bool]) -> list[Sight]:
-    """Return the sights with what the stacks show, by process id."""
-    return [replace(sight, in_collective=in_collective.get(sight.pid)) for sight in sights]
+def with_collectives(processes: Iterable[ProcessStatus], in_collective: Mapping[int, bool]) -> list[ProcessStatus]:
+    """Return the processes with what the stacks show, by process id."""
+    return [replace(one, in_collective=in_collective.get(one.pid)) for one in processes]

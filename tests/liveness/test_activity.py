@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from hpc_rl.liveness import signs_of_life
-from hpc_rl.liveness.signs_of_life import Life
+from hpc_rl.liveness import activity
+from hpc_rl.liveness.activity import Activity
 
 DEADLINE_S = 600
 
@@ -17,19 +17,19 @@ DEADLINE_S = 600
 def said(*events: tuple[float, str, str]) -> list[str]:
     """Return what a program says that began at 10 s and has these events: time, what happens, a text."""
     shown: list[str] = []
-    life = Life(shown.append, 10.0)
+    running = Activity(shown.append, 10.0)
     for at, event, text in events:
         match event:
             case "is to":
-                life.is_to(text)
+                running.is_to(text)
             case "begin":
-                life.begin(text, at)
+                running.begin(text, at)
             case "end":
-                life.end()
+                running.end()
             case "print":
-                life.printed(at)
+                running.printed(at)
             case "look":
-                life.check(at)
+                running.check(at)
     return shown
 
 
@@ -62,15 +62,15 @@ def test_a_quiet_program_says_once_what_it_does(events: list[tuple[float, str, s
 
 SLOW = """
 import contextlib, io, sys, time
-from hpc_rl.liveness.signs_of_life import doing, end_signs_of_life, signs_of_life
+from hpc_rl.liveness.activity import doing, hide_activity, shown_activity
 
 @doing("reading a file")
 def read():
     time.sleep(0 if "fast" in sys.argv else 3)
 
-with signs_of_life(), contextlib.redirect_stderr(io.StringIO()):  # a library prints errors that are not shown
+with shown_activity(), contextlib.redirect_stderr(io.StringIO()):  # a library prints errors that are not shown
     if "drawn" in sys.argv:
-        end_signs_of_life()
+        hide_activity()
     read()
 read()
 print("done")
@@ -101,10 +101,10 @@ def test_the_line_is_on_standard_error_alone(words: list[str], merged: bool, out
 
 
 def test_the_start_of_the_program_is_known_without_proc(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert signs_of_life._start_of_program() < time.monotonic() - 0.1
+    assert activity._start_of_program() < time.monotonic() - 0.1
 
     def hidden(_path: Path) -> str:
         raise PermissionError
 
     monkeypatch.setattr(Path, "read_text", hidden)
-    assert signs_of_life._start_of_program() == pytest.approx(time.monotonic(), abs=60)
+    assert activity._start_of_program() == pytest.approx(time.monotonic(), abs=60)

@@ -26,7 +26,7 @@ SHARED_TIMEOUT_S = 20
 
 
 @dataclass(frozen=True)
-class Meeting:
+class Rendezvous:
     """One node's view of the files by which the nodes of an attempt meet."""
 
     attempt_dir: Path
@@ -140,7 +140,7 @@ class Meeting:
             raise UserError(f"node {self.node} cannot write into {self.attempt_dir}: {error.strerror}") from error
 
 
-class Progress:
+class WaitMessages:
     """Prints from time to time what the job is waiting for."""
 
     def __init__(self) -> None:
