@@ -95,7 +95,7 @@ test-vllm-api: .venv/test
 	$(BIN)/python -m tests.vllm_wheels --wheels $(VLLM_WHEELS)
 
 test-sglang-api: .venv/test
-	$(BIN)/python -m tests.sglang_wheel
+	$(BIN)/python -m tests.rl.rollout.sglang.wheel
 
 # peft loads what is exported. It needs accelerate, which would change what transformers imports in all other tests.
 test-peft: .venv/test

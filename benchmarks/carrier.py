@@ -164,7 +164,7 @@ def main() -> None:
     import ray
 
     from hpc_rl.rl.carriers.through_ray import RayCarrier
-    from hpc_rl.rl.carriers.through_transfer_queue import TransferQueueCarrier
+    from hpc_rl.rl.carriers.transfer_queue.carrier import TransferQueueCarrier
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repeats", type=int, default=9)

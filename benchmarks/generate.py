@@ -75,7 +75,7 @@ def start_offline(config: Any) -> Any:
 
     from hpc_rl.config.rl.engines import ENGINES
     from hpc_rl.rl.rollout.engine import Placement
-    from hpc_rl.rl.rollout.vllm.engine import engine_settings
+    from hpc_rl.rl.rollout.vllm.settings import engine_settings
 
     length = config.data.max_prompt_length + config.data.max_response_length
     model = AutoConfig.from_pretrained(config.model.path)

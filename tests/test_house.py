@@ -21,7 +21,6 @@ CROWDED = {
 }
 """Folders with more than MOST_FILES modules."""
 LONG_FILES = {
-    "hpc_rl/rl/rollout/vllm/engine.py",
     *("hpc_rl/training/checkpoints/model_state.py", "tests/data/reading/test_stream.py"),
     *("tests/doctor/test_diagnosis.py", "tests/finetune/test_preferences.py", "tests/rl/endpoint/test_server.py"),
     *("tests/rl/rollout/vllm/test_engine.py", "tests/runs/test_status.py", "tests/security/network_intruder.py"),

@@ -14,6 +14,8 @@ from typing import Any
 
 from hpc_rl.config.container import ContainerConfig
 from hpc_rl.config.job import JobConfig
+from hpc_rl.config.rl.carriers import CARRIERS
+from hpc_rl.config.rl.engines import ENGINES
 from hpc_rl.config.rl.generate import GenerateConfig
 from hpc_rl.config.rl.ppo import PpoConfig
 from hpc_rl.config.slurm import walltime_s
@@ -26,13 +28,14 @@ from hpc_rl.software import jit_caches
 from hpc_rl.system.ownership import refuse_foreign
 
 PASSED = (
-    *("SLURM_*", "HPC_RL_*", "HF_*", "TRANSFORMERS_*", "WANDB_*", "RAY_*", "VLLM_*", "TORCH_*", "TORCHINDUCTOR_*"),
+    *("SLURM_*", "HPC_RL_*", "HF_*", "TRANSFORMERS_*", "WANDB_*", "RAY_*", "TORCH_*", "TORCHINDUCTOR_*"),
     *("PYTORCH_*", "TRITON_*", "FLASHINFER_*", "NCCL_*", "GLOO_*", "UCX_*", "FI_*", "OMP_*", "MKL_*", "NVIDIA_*"),
     *("CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER", "CUDA_LAUNCH_BLOCKING", "CUDA_CACHE_PATH", "HIP_VISIBLE_DEVICES"),
     *("ROCR_VISIBLE_DEVICES", "GPU_DEVICE_ORDINAL", "ZE_*", "ONEAPI_DEVICE_SELECTOR", "CCL_KVS_*", "CCL_LOG_LEVEL"),
     *("ASCEND_RT_VISIBLE_DEVICES", "HCCL_*", "http_proxy", "https_proxy", "ftp_proxy", "all_proxy", "no_proxy"),
     *("HTTP_PROXY", "HTTPS_PROXY", "FTP_PROXY", "ALL_PROXY", "NO_PROXY", "NETRC", "TOKENIZERS_PARALLELISM", "TZ"),
-    *("TQ_*", "TRANSFER_QUEUE_*"),
+    *(pattern for engine in ENGINES.values() for pattern in engine.variables),
+    *(pattern for carrier in CARRIERS.values() for pattern in carrier.variables),
 )
 """Environment variables that are passed into the image, as patterns of bash. The image has its own PATH, PYTHONPATH and
 LD_LIBRARY_PATH, because a module that is loaded on the host would break its Python."""

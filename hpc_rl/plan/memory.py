@@ -23,9 +23,7 @@ ENGINE_BYTES = 2e9
 """Assumed: what vLLM needs beside weights and cache, such as CUDA graphs; it keeps about as much when it sleeps."""
 ENGINE, SLEEPING, ENGINE_WEIGHTS = ENGINE_PARTS = ("engine", "sleeping engine", "weights of the engine")
 """Parts of a phase that belong to an engine in another process: while it generates, sleeps, and receives weights."""
-_SHARES = ("gpu_memory_utilization", "mem_fraction_static")
-"""Arguments of vLLM and SGLang (rollout.engine_kwargs) for the part of a GPU that an engine takes."""
-_NEUTRAL = {*_SHARES[:1], "disable_cascade_attn", "enforce_eager", "enable_prefix_caching", "seed"}
+_NEUTRAL = {"gpu_memory_utilization", "disable_cascade_attn", "enforce_eager", "enable_prefix_caching", "seed"}
 """Arguments of vLLM with which weights and cache of an engine are as planned."""
 Planned = FinetuneConfig | PpoConfig | GenerateConfig
 Shapes = Mapping[str, Shape]
@@ -253,9 +251,9 @@ def engine_bytes(config: PpoConfig | GenerateConfig, shapes: Shapes, gpu_bytes: 
     rollout, shape = config.rollout, shapes[config.model.path]
     if engine_spec(config).in_process:
         return {ENGINE: weights_of_engine(config, shape) + config.data.longest * shape.cache_bytes()}
-    own = [rollout.engine_kwargs.get(name) for name in _SHARES]
-    stated = [share for share in (*own, rollout.gpu_memory_utilization) if isinstance(share, float)]
-    return {ENGINE: (stated[0] if stated else SHARED_GPU if shared else OWN_GPU) * gpu_bytes}
+    own = rollout.engine_kwargs.get(engine_spec(config).memory_argument)
+    stated = own if isinstance(own, float) else rollout.gpu_memory_utilization
+    return {ENGINE: (stated or (SHARED_GPU if shared else OWN_GPU)) * gpu_bytes}
 
 
 def cache_tokens(config: PpoConfig | GenerateConfig, shapes: Shapes, gpu_bytes: float) -> float | None:

@@ -38,7 +38,7 @@ def options_of(**settings: Any) -> list[list[str]]:
 
 
 def test_variables_that_configure_the_job_reach_the_image() -> None:
-    names = ["TQ_NUM_THREADS", "TRANSFER_QUEUE_ENABLE", "NCCL_DEBUG", "HF_HOME"]
+    names = ["TQ_NUM_THREADS", "VLLM_LOGGING_LEVEL", "SGLANG_LOG_MS", "NCCL_DEBUG", "HF_HOME"]
     assert [name for name in names if not any(fnmatchcase(name, pattern) for pattern in PASSED)] == []
     assert not any(fnmatchcase("LD_LIBRARY_PATH", pattern) for pattern in PASSED)
 

@@ -17,7 +17,6 @@ import pytest
 
 from hpc_rl.images.definition import Builder
 from hpc_rl.images.inspect import probe_argv
-from tests.rl.rollout.sglang_engine import SERVERS
 from tests.security.users import REPOSITORY, VICTIM, as_ordinary, hpc_rl, run
 
 pytestmark = [
@@ -121,9 +120,9 @@ def test_the_probe_of_an_image(home: Path) -> None:
 @pytest.mark.long
 def test_the_server_of_sglang(home: Path) -> None:
     served = f"from pathlib import Path\nimport os\nos.chdir({str(home / 'project')!r})\n"
-    served += "from tests.rl.rollout.sglang_engine import make_model, respond, started\n"
+    served += "from tests.rl.rollout.sglang.engines import make_model, respond, started\n"
     served += "with started(make_model(Path('../sglang'))) as engine:\n    print(len(respond(engine)), 'responses')\n"
-    found = in_project(home, *program(served), PYTHONPATH=f"{SERVERS}:{REPOSITORY}")
+    found = in_project(home, *program(served), PYTHONPATH=str(REPOSITORY))
     assert "7 responses" in found
 
 

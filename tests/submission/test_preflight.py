@@ -5,7 +5,6 @@ import json
 import re
 import shlex
 import sys
-from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 from typing import Any
 
@@ -141,23 +140,25 @@ def test_environments_of_generation_are_looked_for(kind: str) -> None:
         check_job(kind, values)
 
 
-def no_version(name: str) -> str:
-    raise PackageNotFoundError(name)
-
-
-def test_transfer_queue_is_looked_for_in_the_python_of_the_job(folder: Path) -> None:
-    python = folder / "python-without-packages"
+@pytest.fixture
+def bare_python(folder: Path) -> str:
+    python = folder / "bare-python"
     python.write_text(f'#!/bin/bash\nexec {shlex.quote(sys.executable)} -S -E "$@"\n')
     python.chmod(0o755)
+    return str(python)
+
+
+def test_what_an_option_requires_is_looked_for_in_the_python_of_the_job(bare_python: str) -> None:
     with pytest.raises(UserError, match=r"(?m)^transfer_queue\.enable=true needs TransferQueue >= .* has none"):
-        check_ppo(transfer_queue__enable=True, slurm__python=str(python))
+        check_ppo(transfer_queue__enable=True, slurm__python=bare_python)
 
 
-@pytest.mark.usefixtures("folder")
-def test_libraries_are_looked_for_only_where_the_job_runs_this_python(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_libraries_are_looked_for_only_where_the_job_runs_this_python(
+    bare_python: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(checks, "installed_ray", lambda: None)
     monkeypatch.setattr(program.importlib.util, "find_spec", lambda _name: None)
-    monkeypatch.setattr(program.transfer_queue.metadata, "version", no_version)
+    monkeypatch.setattr(sys, "executable", bare_python)
     with pytest.raises(UserError) as found:
         check_ppo(rollout__name="vllm", transfer_queue__enable=True)
     (ours, queue, engines) = str(found.value).splitlines()

@@ -53,8 +53,12 @@ class EngineSpec:
     """Arguments that spread an engine in ways for which no GPUs are reserved; 1 is their only possible value."""
     unsynced: tuple[str, ...] = ()
     """Arguments with which an engine does not receive new weights."""
+    memory_argument: str = ""
+    """Argument for the part of a GPU's memory that an engine takes."""
     environment: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
     """Per device, variables of a separate process of the engine, set before it imports anything."""
+    variables: tuple[str, ...] = ()
+    """Names of the engine's variables, as patterns of bash. An image gets those that the user has exported."""
 
     def lora_rank_problem(self, rank: int) -> str | None:
         """Return why an engine that computes with adapters cannot have those of a rank; None if it can."""
@@ -105,7 +109,9 @@ ENGINES: dict[str, EngineSpec] = {
         ),
         one_only=("pipeline_parallel_size", "data_parallel_size", "prefill_context_parallel_size"),
         unsynced=("quantization", "enable_expert_parallel"),
+        memory_argument="gpu_memory_utilization",
         environment={"cuda": _VLLM, "cpu": _VLLM | _VLLM_CPU},
+        variables=("VLLM_*",),
     ),
     "sglang": EngineSpec(
         module="hpc_rl.rl.rollout.sglang.engine",
@@ -119,7 +125,9 @@ ENGINES: dict[str, EngineSpec] = {
             *("dp_size", "data_parallel_size"),
         ),
         unsynced=("quantization",),
+        memory_argument="mem_fraction_static",
         environment={"cpu": _SGLANG_CPU},
+        variables=("SGLANG_*",),
     ),
     # A client, which computes nothing: its slots are CPUs, and the job asks for no GPUs.
     "openai": EngineSpec(

@@ -11,6 +11,7 @@ from hpc_rl.config.base import Path, Section
 from hpc_rl.config.ray import RayJobConfig
 from hpc_rl.config.rl.agent import AgentConfig
 from hpc_rl.config.rl.algorithm import AlgorithmConfig
+from hpc_rl.config.rl.carriers import CARRIERS, CarrierSpec
 from hpc_rl.config.rl.engines import ENGINES
 from hpc_rl.config.rl.environment import EnvironmentConfig
 from hpc_rl.config.rl.pools import PoolsConfig, Role, can_be_even, pool_of, pool_problems, pool_spec, slot_unit
@@ -101,6 +102,11 @@ class PpoConfig(RayJobConfig):
         """The options of each trained model's optimizer, by the names of their sections."""
         own: dict[str, OptimConfig] = {"actor.optim": self.actor.optim}
         return own | ({"critic.optim": self.critic.optim} if "critic" in self.roles else {})
+
+    @property
+    def carrier_spec(self) -> CarrierSpec:
+        """The run's row of CARRIERS."""
+        return CARRIERS["transfer_queue" if self.transfer_queue.enable else "ray"]
 
     @property
     def truncates_logprobs(self) -> bool:

@@ -15,8 +15,7 @@ from hpc_rl.config.training.common import ModelSource
 from hpc_rl.system.accelerators import DeviceName
 
 SHARED_GPU, OWN_GPU = 0.5, 0.9
-"""Part of a GPU's memory that an engine takes by default: next to training workers, and alone. SGLang chooses the
-second one itself."""
+"""Part of a GPU's memory that an engine takes by default: next to training workers, and alone."""
 
 
 class ValSamplingConfig(Section):
@@ -166,7 +165,7 @@ def _argument_problems(rollout: EngineConfig, engine: str) -> Iterator[str]:
 
 
 def _arguments(rollout: EngineConfig) -> dict[str, Any]:
-    """Return rollout.engine_kwargs with names as in Python; SGLang's names may have hyphens."""
+    """Return rollout.engine_kwargs with names as in Python; those of a command line have hyphens."""
     return {name.replace("-", "_"): value for name, value in rollout.engine_kwargs.items()}
 
 

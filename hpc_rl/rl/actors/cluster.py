@@ -45,21 +45,6 @@ _CPU_DEFAULTS = {
 }
 
 
-_TRANSFER_QUEUE_DEFAULTS = {
-    "TRANSFER_QUEUE_ENABLE": "1",  # as verl sets it; the package does not read it, but code for verl does
-    "TQ_NUM_THREADS": "1",  # threads that copy rows; more than the machine's cores is a warning for each copy
-    "TQ_SIMPLE_STORAGE_MAX_ATTEMPTS": "1",  # each attempt waits 200 s for a storage unit
-    # A new client asks the controller for 600 s, because a busy node may be slow. Each interval takes up to 0.5 s more,
-    # and the sum has to stay below the timeout, after which the package goes on without a connection.
-    "TQ_STORAGE_HANDSHAKE_MAX_RETRIES": "60",
-    "TQ_STORAGE_HANDSHAKE_RETRY_INTERVAL": "10",
-    "TQ_STORAGE_HANDSHAKE_TIMEOUT": "900",
-    "TQ_DATA_UPDATE_RESPONSE_TIMEOUT": "600",  # after it, the package only logs that the controller lacks the rows
-    "TQ_STORAGE_LARGE_PAYLOAD_MB": "inf",  # a step in one request is large; no warning for each
-    "TQ_STORAGE_SLOW_REQUEST_SECONDS": "60",
-}
-
-
 DriverConfig = PpoConfig | GenerateConfig
 """Configurations of the jobs that have a driver."""
 
@@ -223,8 +208,8 @@ def worker_environment(config: DriverConfig) -> dict[str, str]:
     defaults = {**collective_defaults(device), **tokenizer_defaults(), **quiet_and_equal}
     if device == "cpu":
         defaults |= _CPU_DEFAULTS
-    if isinstance(config, PpoConfig) and config.transfer_queue.enable:
-        defaults |= _TRANSFER_QUEUE_DEFAULTS
+    if isinstance(config, PpoConfig):
+        defaults |= config.carrier_spec.environment
     return {name: os.environ.get(name, value) for name, value in defaults.items()} | safe_variables()
 
 

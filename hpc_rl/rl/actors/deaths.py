@@ -32,7 +32,7 @@ _REMEDIES: dict[Role, str] = {
     "engine": "lower rollout.max_num_seqs, or request more --mem",
     "environment": "lower environment.workers, or request more --mem",
     "driver": "lower data.train_batch_size or reward.workers, or request more --mem",
-    "carrier": "lower data.train_batch_size, remove transfer_queue.enable, or request more --mem",
+    "carrier": "lower data.train_batch_size, or request more --mem",
 }
 _CRASHES = {
     "Segmentation fault": signal.SIGSEGV,

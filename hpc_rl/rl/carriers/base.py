@@ -52,7 +52,7 @@ class ColumnHandle:
         # An AttributeError, because TensorDict asks every object that it stores for some attributes.
         raise AttributeError(
             f"the driver read .{name} of a column that stays with the carrier: add the column to `needed_by_driver` in "
-            "hpc_rl/rl/carriers/carriers.py"
+            "hpc_rl/rl/loop/setup.py"
         )
 
 

@@ -3,7 +3,7 @@ copy."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -29,7 +29,9 @@ class EnclosedColumns:
 
 
 class RayCarrier(Carrier):
-    """Sends everything from the driver, and all columns to it."""
+    """Sends everything from the driver, and all columns to it. It needs nothing on the nodes."""
+
+    def __init__(self, nodes: Sequence[str] = ()) -> None: ...
 
     def shards(self, experience: TensorDict, assignment: Assignment) -> list[Parcel[Shard]]:
         """Return parcels with the responses."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pkgutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,7 +25,6 @@ from hpc_rl.rewards.scorer import open_scorer
 from hpc_rl.rl.actors.calls import MODEL_LIMIT, wait_for_all
 from hpc_rl.rl.actors.pools import Pool, create_pools
 from hpc_rl.rl.carriers.base import Carrier
-from hpc_rl.rl.carriers.carriers import needed_by_driver, open_carrier
 from hpc_rl.rl.converse.conversations import Conversations
 from hpc_rl.rl.converse.environment import Environment
 from hpc_rl.rl.converse.environment_hosts import open_environments
@@ -72,7 +72,7 @@ def set_up(config: PpoConfig, run: RunDir, logs: Path) -> PpoState:
     start_s, model_s = config.ray.start_timeout_s, config.trainer.model_timeout_s
     print(describe_step(config), flush=True)
     pools = create_pools(pool_spec(config), config.trainer.computes_on, start_s, str(logs), config.pools.strategy)
-    carrier = open_carrier(config, training_nodes(config, pools))
+    carrier: Carrier = pkgutil.resolve_name(config.carrier_spec.carrier)(training_nodes(config, pools))
     groups, rollout = start_workers(config, pools, logs, carrier)
     tokenizer = load_tokenizer(config.model)
     tokenizer.chat_template = chat_template(tokenizer, config.data)  # so that the exported model has it too
@@ -298,7 +298,7 @@ def computed_columns(config: PpoConfig, of_role: Mapping[Role, WorkerGroup]) -> 
     """Return the columns that workers compute for a step.
 
     They are computed during generation where the engines have other GPUs. Exceptions: with rollout.staleness, another
-    batch is trained at this time; with transfer_queue.enable, the driver puts the responses of a step all at once.
+    batch is trained at this time; some carriers take the responses of a step all at once.
     """
     lora, mini_batch_size = config.model.lora.is_used, config.actor.mini_batch_size
     roles: dict[str, tuple[Role, str]] = {}
@@ -311,7 +311,7 @@ def computed_columns(config: PpoConfig, of_role: Mapping[Role, WorkerGroup]) -> 
     if "critic" in of_role:
         roles["values"] = "critic", "values"
     needed, engines = needed_by_driver(config), pool_of(config, "rollout")
-    in_parts = mini_batch_size is not None and not (config.rollout.staleness or config.transfer_queue.enable)
+    in_parts = mini_batch_size is not None and config.carrier_spec.in_parts and not config.rollout.staleness
     computations = {
         name: Computation(
             of_role[role],
@@ -322,6 +322,20 @@ def computed_columns(config: PpoConfig, of_role: Mapping[Role, WorkerGroup]) -> 
         for name, (role, method) in roles.items()
     }
     return ComputedColumns(computations, responses_per_step(config), mini_batch_size)
+
+
+def needed_by_driver(config: PpoConfig) -> frozenset[str]:
+    """Return the columns from the ranks with which the driver computes. The others may stay with the carrier.
+
+    The loop needs them for advantages (see `hpc_rl.rl.loop.experience`), for the correction, and for metrics.
+    """
+    algorithm = config.algorithm
+    needed = {"teacher_logprobs", "values"}
+    if algorithm.kl.where == "reward":
+        needed |= {"old_logprobs", "ref_logprobs"}
+    if config.teacher.path is not None or algorithm.corrects or config.rollout.calculate_log_probs:
+        needed.add("old_logprobs")
+    return frozenset(needed)
 
 
 def old_logprobs(config: PpoConfig) -> OldLogprobs:

@@ -1,8 +1,8 @@
 """The rollout engine `openai`: a client of a server that others operate, with OpenAI's API.
 
 Each response is one request to /completions (https://platform.openai.com/docs/api-reference/completions), whose prompt
-is a list of token ids, so that the server renders no chat template. `return_token_ids` is an extension of vLLM and
-SGLang (https://docs.vllm.ai/en/latest/serving/openai_compatible_server/); of other servers, the text is tokenized.
+is a list of token ids, so that the server renders no chat template. `return_token_ids` is an extension of some servers
+(https://docs.vllm.ai/en/latest/serving/openai_compatible_server/); of others, the text is tokenized.
 
 The weights never change, so `submit generate` and `eval` can use this engine, and `submit ppo` cannot.
 """
@@ -26,7 +26,7 @@ from hpc_rl.config.rl.rollout import EngineJob
 from hpc_rl.errors import RunError, UserError
 from hpc_rl.liveness.heartbeat import heart
 from hpc_rl.rl.rollout.engine import Completion, Placement, Request, Span
-from hpc_rl.rl.rollout.http_calls import SHOWN_CHARS, Answer, Calls, HttpClient, UnreachableError
+from hpc_rl.rl.rollout.http_calls import SHOWN_CHARS, Calls, HttpAnswer, HttpClient, UnreachableError
 from hpc_rl.training.models.causal_lm import load_tokenizer
 
 if TYPE_CHECKING:
@@ -74,7 +74,7 @@ def load(
                 f"rollout.openai.key_variable is {options.key_variable}, and its value has characters that no key has, "
                 "such as line ends: export it again"
             )
-    client = HttpClient(options.base_url, key, is_own=False)
+    client = HttpClient(options.base_url, key)
     return OpenaiEngine(client, config.rollout, options.model or config.model.path, load_tokenizer(config.model))
 
 
@@ -171,7 +171,7 @@ class OpenaiEngine:
             "submit the run again: it keeps the blocks that are finished"
         )
 
-    def _completion(self, answer: Answer, version: int) -> Completion:
+    def _completion(self, answer: HttpAnswer, version: int) -> Completion:
         """Return the response in an answer.
 
         Raises:
@@ -195,7 +195,7 @@ class OpenaiEngine:
         if self._rollout.logprobs and np.isnan(logprobs).any():
             raise UserError(
                 f"rollout.logprobs=true: {self._client.url} reports no log-probability for each token of a response: "
-                "remove rollout.logprobs, or use a server of vLLM or SGLang"
+                "remove rollout.logprobs, or use a server that reports them, such as vLLM's"
             )
         return Completion(np.array(tokens, np.int32), logprobs, finished, (Span(version, len(tokens)),))
 
@@ -221,7 +221,7 @@ def request_body(request: Request, model: str) -> dict[str, Any]:
         "top_p": sampling.top_p,
         "presence_penalty": 0,
         "frequency_penalty": 0,
-        # Extensions of vLLM and SGLang. What is left out would be as in the model's generation_config.json.
+        # Extensions, such as vLLM's. What is left out would be as in the model's generation_config.json.
         "top_k": sampling.top_k or -1,
         "min_p": 0,
         "repetition_penalty": 1,

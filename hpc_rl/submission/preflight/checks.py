@@ -66,8 +66,8 @@ from hpc_rl.submission.preflight.program import (
     check_agent,
     check_packages,
     check_ray_program,
+    check_requirements,
     check_torchrun_program,
-    check_transfer_queue,
 )
 from hpc_rl.submission.script.setup_lines import bash_errors, is_complete, statements
 from hpc_rl.submission.series.after import is_coming
@@ -170,10 +170,10 @@ def packages(job: Job) -> Iterator[Question]:
     if config.container.image is not None or slurm.modules or slurm.setup:
         return
     yield check_packages, slurm.python, job.row.needs, job.kind
-    if isinstance(config, PpoConfig) and config.transfer_queue.enable:
-        yield check_transfer_queue, slurm.python
+    if isinstance(config, PpoConfig) and (file := config.carrier_spec.requirements) is not None:
+        yield check_requirements, slurm.python, file
     for package, purpose in _further_packages(config):
-        yield check_packages, slurm.python, (package,), purpose
+        yield check_packages, slurm.python, (package,), purpose, None
     if slurm.python is None and isinstance(config, RayJobConfig) and (ray := installed_ray()) is not None:
         yield check_ray, ray, sys.executable
 

@@ -14,20 +14,12 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from hpc_rl.errors import UserError
-from hpc_rl.software import transfer_queue
 from hpc_rl.software.installation import install_command
 from hpc_rl.system.ownership import refuse_foreign
 
 PYTHON_TIMEOUT_S = 60
-_EXTRAS = {
-    "ray": "rl",
-    "vllm": "rl",
-    "bitsandbytes": "qlora",
-    "torchao": "torchao",
-    "liger_kernel": "liger",
-    "sglang": None,
-}
-"""Package -> the extra of hpc-rl that brings it, None for none. All others are in `train`."""
+_EXTRAS = {"ray": "rl", "vllm": "rl", "bitsandbytes": "qlora", "torchao": "torchao", "liger_kernel": "liger"}
+"""Package -> the extra of hpc-rl that brings it, if it is not `train`."""
 _MISSING = "import importlib.util, sys; print(*[n for n in sys.argv[1:] if importlib.util.find_spec(n) is None])"
 
 
@@ -68,30 +60,25 @@ def check_packages(python: str | None, needs: Sequence[str], purpose: str, extra
     return None
 
 
-def check_transfer_queue(python: str | None) -> None:
-    """Check that a Python can use TransferQueue.
+def check_requirements(python: str | None, file: str) -> None:
+    """Check that a Python can use an option, by a file of hpc_rl that prints why it cannot.
 
     Args:
         python: slurm.python, or None for the Python that runs hpc-rl.
 
     Raises:
-        UserError: the package, or what it needs, is missing or has another version.
+        UserError: what the file printed.
     """
-    if python is None:
-        found = transfer_queue.problem()
-    else:
-        found = None
-        with contextlib.suppress(OSError, subprocess.TimeoutExpired):  # `check_packages` reports it
-            found = _output_of(python, transfer_queue.__file__)
-    if found and found.strip():
-        raise UserError(found.strip())
+    with contextlib.suppress(OSError, subprocess.TimeoutExpired):  # `check_packages` reports it
+        if found := _output_of(python or sys.executable, str(Path(__file__).parents[2] / file)):
+            raise UserError(found)
 
 
 def _output_of(python: str, *words: str) -> str | None:
     """Return what a program of another Python prints; None if it fails."""
     command = [python, "-P", *words]
     done = subprocess.run(command, capture_output=True, text=True, timeout=PYTHON_TIMEOUT_S, check=False)
-    return done.stdout if done.returncode == 0 else None
+    return done.stdout.strip() if done.returncode == 0 else None
 
 
 def check_torchrun_program(program: tuple[str, ...]) -> None:

@@ -15,7 +15,6 @@ from hpc_rl.errors import UserError
 from hpc_rl.rl.actors import cluster
 
 REQUIRED = ["model.path=m", "data.train_files=t.jsonl", "reward.function=exact", "trainer.device=cpu"]
-HANDSHAKE = ("MAX_RETRIES", "RETRY_INTERVAL", "TIMEOUT")
 
 
 @pytest.fixture
@@ -39,29 +38,6 @@ def connect(folder: Path, *options: str) -> bool:
     assert isinstance(config, PpoConfig)
     with cluster.connected(config, folder) as started_here:
         return started_here
-
-
-def environment(*options: str) -> dict[str, str]:
-    config = compose("ppo", [*REQUIRED, *options])
-    assert isinstance(config, PpoConfig)
-    return cluster.worker_environment(config)
-
-
-def test_variables_of_transfer_queue_are_set_only_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    names = set(cluster._TRANSFER_QUEUE_DEFAULTS)
-    for name in names:
-        monkeypatch.delenv(name, raising=False)
-    assert not names & environment().keys()
-    assert cluster._TRANSFER_QUEUE_DEFAULTS.items() <= environment("transfer_queue.enable=true").items()
-    monkeypatch.setenv("TQ_NUM_THREADS", "3")
-    assert environment("transfer_queue.enable=true")["TQ_NUM_THREADS"] == "3"
-
-
-def test_transfer_queue_reports_a_handshake_that_fails() -> None:
-    """At the timeout, the package goes on without a connection, so the retries have to end before; see `cluster`."""
-    limits = {name: int(cluster._TRANSFER_QUEUE_DEFAULTS[f"TQ_STORAGE_HANDSHAKE_{name}"]) for name in HANDSHAKE}
-    seconds = limits["MAX_RETRIES"] * limits["RETRY_INTERVAL"]
-    assert seconds == 600 and seconds + 0.5 * limits["MAX_RETRIES"] < limits["TIMEOUT"]
 
 
 def test_a_cluster_of_this_machine_that_others_may_have_started_is_never_joined(

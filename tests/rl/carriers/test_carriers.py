@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import pickle
+from pkgutil import resolve_name
 
 import numpy as np
 import pytest
@@ -8,9 +9,8 @@ import torch
 from tensordict import TensorDict
 
 from hpc_rl.rl.carriers.base import ColumnHandle, DirectSink, shards_of
-from hpc_rl.rl.carriers.carriers import needed_by_driver, open_carrier
-from hpc_rl.rl.carriers.queue_client import Connection
 from hpc_rl.rl.carriers.through_ray import RayCarrier
+from hpc_rl.rl.carriers.transfer_queue.carrier import TransferQueueCarrier
 from hpc_rl.rl.loop.assignment import Assignment, assign_responses
 from hpc_rl.rl.loop.experience import flat, jagged, jagged_rows
 from tests.rl.ppo_config import ppo_config
@@ -37,23 +37,9 @@ def test_calls_of_ray_contain_shards_and_columns() -> None:
     np.testing.assert_array_equal(DirectSink().send(parts[0]), parts[0])
 
 
-@pytest.mark.parametrize(
-    "options, expected",
-    [
-        ((), set()),
-        (("algorithm.kl.where=loss", "algorithm.kl.coef=0.1", "algorithm.kl.estimator=k3"), set()),
-        (("algorithm.kl.where=reward", "algorithm.kl.coef=0.1"), {"old_logprobs", "ref_logprobs"}),
-        (("algorithm.tis_cap=2",), {"old_logprobs"}),
-        (("rollout.calculate_log_probs=true",), {"old_logprobs"}),
-        (("teacher.path=/teacher",), {"old_logprobs"}),
-    ],
-)
-def test_columns_that_the_driver_needs(options: tuple[str, ...], expected: set[str]) -> None:
-    assert needed_by_driver(ppo_config(*options)) == expected | {"values", "teacher_logprobs"}
-
-
-def test_without_the_option_ray_carries() -> None:
-    assert type(open_carrier(ppo_config(), [])) is RayCarrier
+def test_the_option_selects_the_carrier() -> None:
+    chosen = [ppo_config(f"transfer_queue.enable={enable}").carrier_spec.carrier for enable in ("false", "true")]
+    assert [*map(resolve_name, chosen)] == [RayCarrier, TransferQueueCarrier]
 
 
 def test_a_column_that_stays_with_the_carrier_cannot_be_read() -> None:
@@ -62,7 +48,3 @@ def test_a_column_that_stays_with_the_carrier_cannot_be_read() -> None:
     assert step["old_logprobs"] == pickle.loads(pickle.dumps(ColumnHandle("kept-1")))
     with pytest.raises(AttributeError, match="stays with the carrier: add the column to `needed_by_driver`"):
         flat(step, "old_logprobs")
-
-
-def test_the_key_is_in_no_message() -> None:
-    assert "secret" not in repr(Connection(b"secret", "controller", {}))

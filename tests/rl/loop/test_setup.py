@@ -9,7 +9,6 @@ import pytest
 from hpc_rl.data.mixture import Mixture
 from hpc_rl.data.order import Position
 from hpc_rl.probes.tiny_model import make_tokenizer
-from hpc_rl.rl.carriers.carriers import needed_by_driver
 from hpc_rl.rl.loop import setup
 from hpc_rl.rl.loop.computed import ComputedColumns
 from hpc_rl.run_dir import RunDir
@@ -82,7 +81,22 @@ def test_columns_are_computed_during_generation_where_engines_have_other_gpus(
     found = setup.computed_columns(config, {role: role for role in config.roles})._computations  # type: ignore[misc]
     assert {name: (one.group, one.is_early) for name, one in found.items()} == expected
     assert all(one.method == {"old_logprobs": "logprobs"}.get(name, name) for name, one in found.items())
-    assert [one.stays for one in found.values()] == [name not in needed_by_driver(config) for name in found]
+    assert [one.stays for one in found.values()] == [name not in setup.needed_by_driver(config) for name in found]
+
+
+@pytest.mark.parametrize(
+    "options, expected",
+    [
+        ((), set()),
+        (("algorithm.kl.where=loss", "algorithm.kl.coef=0.1", "algorithm.kl.estimator=k3"), set()),
+        (("algorithm.kl.where=reward", "algorithm.kl.coef=0.1"), {"old_logprobs", "ref_logprobs"}),
+        (("algorithm.tis_cap=2",), {"old_logprobs"}),
+        (("rollout.calculate_log_probs=true",), {"old_logprobs"}),
+        (("teacher.path=/teacher",), {"old_logprobs"}),
+    ],
+)
+def test_columns_that_the_driver_needs(options: tuple[str, ...], expected: set[str]) -> None:
+    assert setup.needed_by_driver(ppo_config(*options)) == expected | {"values", "teacher_logprobs"}
 
 
 @pytest.mark.parametrize(

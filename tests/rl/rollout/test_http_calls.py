@@ -1,22 +1,21 @@
 from __future__ import annotations
 
 import json
-import os
 import threading
 import time
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler
 from typing import Any
+from urllib.request import ProxyHandler
 
 import pytest
 
-from hpc_rl.rl.rollout import http_calls
-from hpc_rl.rl.rollout.http_calls import Answer, Calls, HttpClient, UnreachableError
+from hpc_rl.rl.rollout.http_calls import Calls, HttpAnswer, HttpClient, UnreachableError
 from tests.http_server import serving
-from tests.security.intruder import INTRUDER, as_user
 
 DEADLINE_S = 600
+DIRECT = ProxyHandler({})
 
 
 def handler(answer: Callable[[BaseHTTPRequestHandler, bytes], None]) -> type[BaseHTTPRequestHandler]:
@@ -40,17 +39,29 @@ def send(request: BaseHTTPRequestHandler, status: int, body: bytes, **headers: s
     request.wfile.write(body)
 
 
+@contextmanager
+def answering(asked: list[str]) -> Iterator[str]:
+    """Answer {} to every request, and note its path."""
+
+    def answer(request: BaseHTTPRequestHandler, _: bytes) -> None:
+        asked.append(request.path)
+        send(request, 200, b"{}")
+
+    with serving(handler(answer)) as url:
+        yield url
+
+
 def test_a_call_sends_an_object_and_returns_the_answer() -> None:
     def echo(request: BaseHTTPRequestHandler, body: bytes) -> None:
         found = {"path": request.path, "body": json.loads(body or b"null"), "key": request.headers["Authorization"]}
         send(request, 200, json.dumps(found).encode())
 
     with serving(handler(echo)) as url:
-        client = HttpClient(f"{url}/v1/", "secret", is_own=True)
+        client = HttpClient(f"{url}/v1/", "secret", DIRECT)
         expected = {"path": "/v1/generate", "body": {"a": [1]}, "key": "Bearer secret"}
         assert client.post("/generate", {"a": [1]}, DEADLINE_S).table() == expected
         assert client.get("/health").table() == {"path": "/v1/health", "body": None, "key": "Bearer secret"}
-        assert HttpClient(url, None, is_own=True).get("/").table()["key"] is None
+        assert HttpClient(url, None, DIRECT).get("/").table()["key"] is None
 
 
 def test_an_error_is_an_answer() -> None:
@@ -58,7 +69,7 @@ def test_an_error_is_an_answer() -> None:
         send(request, 429, b'{"error": {"message": "too\\nmany"}}', Retry_After="3")
 
     with serving(handler(refuse)) as url:
-        answer = HttpClient(url, None, is_own=True).post("/", {})
+        answer = HttpClient(url, None, DIRECT).post("/", {})
     assert (answer.status, answer.retry_after, answer.reason()) == (429, "3", "429: too many")
 
 
@@ -75,78 +86,33 @@ def test_an_error_is_an_answer() -> None:
     ],
 )
 def test_the_reason_is_one_line(body: bytes, reason: str) -> None:
-    assert Answer(500, body).reason() == reason
+    assert HttpAnswer(500, body).reason() == reason
 
 
 def test_an_answer_that_is_no_object_is_an_empty_table() -> None:
-    assert [Answer(200, body).table() for body in (b"[1]", b"\xff", b"", b'{"a": 1}')] == [{}, {}, {}, {"a": 1}]
+    assert [HttpAnswer(200, body).table() for body in (b"[1]", b"\xff", b"", b'{"a": 1}')] == [{}, {}, {}, {"a": 1}]
 
 
 @pytest.mark.parametrize("status", [301, 302, 307, 308])
 def test_another_server_is_not_called_with_the_key(status: int) -> None:
     asked: list[str] = []
 
-    def note(request: BaseHTTPRequestHandler, _: bytes) -> None:
-        asked.append(request.path)
-        send(request, 200, b"{}")
-
     with (
-        serving(handler(note)) as other,
+        answering(asked) as other,
         serving(handler(lambda request, _: send(request, status, b"", Location=other))) as url,
     ):
-        client = HttpClient(url, "secret", is_own=True)
+        client = HttpClient(url, "secret", DIRECT)
         for answer in (client.get("/"), client.post("/", {})):
             assert (answer.status, answer.reason()) == (status, f"{status}: redirected to {other}")
     assert asked == []
 
 
-def test_an_own_server_is_called_without_proxies(monkeypatch: pytest.MonkeyPatch) -> None:
-    with serving(handler(lambda request, _: send(request, 200, b"{}"))) as url:
+def test_a_server_is_called_by_the_proxies_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    with answering([]) as url:
         monkeypatch.setenv("http_proxy", "http://127.0.0.1:1")
-        assert HttpClient(url, None, is_own=True).get("/").status == 200
+        assert HttpClient(url, None, DIRECT).get("/").status == 200
         with pytest.raises(UnreachableError, match="refused"):
-            HttpClient(url, None, is_own=False).get("/", DEADLINE_S)
-
-
-@pytest.mark.skipif(os.geteuid() != 0, reason="a second user needs root")
-def test_another_user_at_the_port_of_an_own_server_receives_nothing() -> None:
-    asked: list[str] = []
-
-    def answer(request: BaseHTTPRequestHandler, _: bytes) -> None:
-        asked.append(request.path)
-        send(request, 200, b"{}")
-
-    with ExitStack() as running:
-        with as_user(INTRUDER):
-            url = running.enter_context(serving(handler(answer)))
-        client = HttpClient(url, "secret", is_own=True)
-        for call in (lambda: client.get("/health", DEADLINE_S), lambda: client.post("/", {}, DEADLINE_S)):
-            with pytest.raises(UnreachableError, match=r"no process of this user listens at 127\.0\.0\.1:"):
-                call()
-        assert asked == [] and HttpClient(url, "secret", is_own=False).get("/other", DEADLINE_S).status == 200
-    assert asked == ["/other"]
-
-
-@pytest.mark.parametrize("listens, has_connection", [([False], []), ([True, False], []), ([True, True], [False])])
-def test_nothing_is_sent_unless_an_own_server_listens_and_has_the_connection(
-    listens: list[bool], has_connection: list[bool], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It has to listen before and after the connection is made: somebody else may take the port in between."""
-    left, peers = iter(listens), iter(has_connection)
-    asked: list[str] = []
-
-    def answer(request: BaseHTTPRequestHandler, _: bytes) -> None:
-        asked.append(request.path)
-        send(request, 200, b"{}")
-
-    monkeypatch.setattr(http_calls, "is_own_listener", lambda _: next(left))
-    monkeypatch.setattr(http_calls, "is_own_peer", lambda *_: next(peers))
-    with (
-        serving(handler(answer)) as url,
-        pytest.raises(UnreachableError, match="no process of this user listens"),
-    ):
-        HttpClient(url, "secret", is_own=True).get("/", DEADLINE_S)
-    assert [*left, *peers] == [] and asked == []
+            HttpClient(url, None).get("/", DEADLINE_S)
 
 
 def test_a_server_that_is_silent_or_slow_is_unreachable() -> None:
@@ -164,12 +130,12 @@ def test_a_server_that_is_silent_or_slow_is_unreachable() -> None:
                 return
 
     with serving(handler(drip)) as url:
-        client = HttpClient(url, None, is_own=True)
+        client = HttpClient(url, None, DIRECT)
         for path in ("/silent", "/slow"):
             with pytest.raises(UnreachableError, match=r"^no answer within 0\.2 s$"):
                 client.post(path, {}, 0.2)
         over.set()
-    with pytest.raises(UnreachableError, match="no process of this user listens"):
+    with pytest.raises(UnreachableError, match="refused"):
         client.post("/", {}, DEADLINE_S)
 
 

@@ -1,4 +1,4 @@
-"""Runs whose engines are servers of ours that speak SGLang's API (tests/rl/sglang_api)."""
+"""Runs whose engines are servers of ours that speak SGLang's API (tests/rl/rollout/sglang/api)."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from hpc_rl.config.rl.engines import ENGINES
 from hpc_rl.rl.loop.async_batches import AsynchronousBatches
 from hpc_rl.rl.loop.draws import Batch
 from hpc_rl.tracking.metrics import read_metrics
-from tests.rl.rollout.sglang_engine import SERVERS
+from tests.rl.rollout.sglang.engines import SERVERS
 from tests.rl.runs.jobs import TIMEOUT_S, Runs, series
 
 SEPARATE = ("trainer.n_gpus_per_node=3", "pools.spec={train: [1], engines: [2]}", "pools.roles.rollout=engines")

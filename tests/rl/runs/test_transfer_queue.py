@@ -25,9 +25,8 @@ pytest.importorskip("transfer_queue", reason=NEEDS)
 
 from zmq.utils.monitor import recv_monitor_message  # noqa: E402
 
-from hpc_rl.rl.carriers import queue_client  # noqa: E402
-from hpc_rl.rl.carriers.queue_client import Client, Server  # noqa: E402
-from hpc_rl.rl.carriers.through_transfer_queue import TransferQueueCarrier  # noqa: E402
+from hpc_rl.rl.carriers.transfer_queue.carrier import TransferQueueCarrier  # noqa: E402
+from hpc_rl.rl.carriers.transfer_queue.client import Client, Server, new_socket  # noqa: E402
 
 QUEUE = "transfer_queue.enable=true"
 TWO_RANKS = "trainer.n_gpus_per_node=2"
@@ -95,12 +94,16 @@ def test_a_stopped_run_resumes_with_the_same_numbers(
     assert metrics(tmp_path / "parts") == metrics(tmp_path / "whole")
 
 
+def partitions(client: Client) -> Any:
+    return client._run(client._client.async_get_partition_list())
+
+
 def test_nothing_is_left_after_a_step_and_a_run(run: Runs, tmp_path: Path) -> None:
     with run.state(tmp_path, "algorithm.advantage=grpo", TWO_RANKS, QUEUE) as state:
         assert isinstance(state.carrier, TransferQueueCarrier)
         actors = list(state.carrier._server._actors)
         assert trainer.train(state) == 0
-        assert state.carrier._client.partitions() == []
+        assert partitions(state.carrier._client) == []
     for actor in actors:
         with pytest.raises(ray.exceptions.RayActorError):
             ray.get(actor.get_zmq_server_info.remote(), timeout=600)
@@ -123,7 +126,7 @@ def test_rows_keep_type_order_and_every_bit(client: Client) -> None:
             assert got.tobytes() == flat[rows].tobytes()
     assert client.get("bits", np.zeros(0, np.int64), ["ids"]) == {"ids": []}
     client.clear("bits")
-    assert client.partitions() == []
+    assert partitions(client) == []
 
 
 def test_rows_of_one_length(client: Client) -> None:
@@ -201,9 +204,9 @@ def test_who_lacks_the_key_cannot_run_a_program(
         context = zmq.Context()
         try:
             # Until the end, both sockets have names: one that is collected keeps its message, and the context waits.
-            stranger = queue_client.new_socket(key, context, zmq.DEALER, "") if key else context.socket(zmq.DEALER)
+            stranger = new_socket(key, context, zmq.DEALER, "") if key else context.socket(zmq.DEALER)
             assert handshake(stranger, address, theirs) in REFUSED
-            member = queue_client.new_socket(connection.key, context, zmq.DEALER, "")
+            member = new_socket(connection.key, context, zmq.DEALER, "")
             assert handshake(member, address, ours) == zmq.EVENT_HANDSHAKE_SUCCEEDED
             deadline = time.monotonic() + 600
             while not ours.exists():

@@ -13,7 +13,7 @@ from hpc_rl.config.rl.rollout import RolloutConfig
 from hpc_rl.config.training.common import ModelConfig
 from hpc_rl.rl.rollout.engine import Placement
 from hpc_rl.rl.rollout.vllm.caches import visible_devices
-from hpc_rl.rl.rollout.vllm.engine import WORKER_EXTENSION, engine_settings
+from hpc_rl.rl.rollout.vllm.settings import WORKER_EXTENSION, engine_settings
 from tests.helpers import make_tiny_model
 from tests.rl.vllm_contract.h100 import pretend_h100
 

@@ -32,7 +32,7 @@ from hpc_rl.errors import UserError
 from hpc_rl.liveness.heartbeat import heart
 from hpc_rl.rl.actors.process import keep_temporary_files_in_the_job, own_folder
 from hpc_rl.rl.rollout.engine import Completion, Placement, Request, Sampling, Span
-from hpc_rl.rl.rollout.http_calls import Answer, Calls, UnreachableError
+from hpc_rl.rl.rollout.http_calls import Calls, HttpAnswer, UnreachableError
 from hpc_rl.rl.rollout.sglang.server import SglangServer
 from hpc_rl.rl.weights.buckets import Bucket, pack, unpack
 from hpc_rl.system.files import writing
@@ -92,7 +92,7 @@ class SglangEngine:
         """The requests that the server has, by number."""
         self._ended: list[_Running] = []
         """Requests that were completed while a weight update waited for the server."""
-        self._calls: Calls[Answer] = Calls()
+        self._calls: Calls[HttpAnswer] = Calls()
         self._version = 0
         self._received: tempfile.TemporaryDirectory[str] | None = None
         """The weights of the update in progress."""
@@ -215,7 +215,7 @@ class SglangEngine:
         ends = self._eos_token_ids
         return [self._sent.pop(number).answered(self._checked(answer), ends) for number, answer in answers]
 
-    def _checked(self, answer: Answer) -> Mapping[str, Any]:
+    def _checked(self, answer: HttpAnswer) -> Mapping[str, Any]:
         """Return what the server tells about a response."""
         if answer.status == 400:
             raise UserError(

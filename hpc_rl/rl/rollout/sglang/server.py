@@ -22,7 +22,8 @@ from hpc_rl.errors import RunError
 from hpc_rl.liveness.heartbeat import heart
 from hpc_rl.rl.actors.deaths import DeathCause, leave_reason
 from hpc_rl.rl.actors.process import own_folder
-from hpc_rl.rl.rollout.http_calls import Answer, HttpClient, UnreachableError
+from hpc_rl.rl.rollout.http_calls import HttpAnswer, UnreachableError
+from hpc_rl.rl.rollout.sglang.own_connection import own_client
 from hpc_rl.system import owned, processes
 from hpc_rl.system.files import tail
 from hpc_rl.system.search_path import module_command, safe_variables
@@ -58,9 +59,10 @@ class SglangServer:
     """
 
     def __init__(self, settings: Mapping[str, Any], log: Path | None, start_s: float) -> None:
-        port, key = free_port(), new_key()
+        # SGLang makes arguments of a command line of its file, and none may begin with a hyphen.
+        port, key = free_port(), secrets.token_hex(32)
         self._log, self._key = log, key
-        self.client = HttpClient(f"http://{LOOPBACK}:{port}", key, is_own=True)
+        self.client = own_client(f"http://{LOOPBACK}:{port}", key)
         with own_folder("sglang-") as folder:
             file = Path(folder) / "server.yaml"
             address = {"host": LOOPBACK, "port": port, "api-key": key}
@@ -69,7 +71,7 @@ class SglangServer:
             self._wait_until_ready(start_s)
         self._hide_key()
 
-    def post(self, path: str, body: Mapping[str, Any]) -> Answer:
+    def post(self, path: str, body: Mapping[str, Any]) -> HttpAnswer:
         """Make a call that has to succeed.
 
         Raises:
@@ -175,11 +177,6 @@ class SglangServer:
                 log.seek(start)
                 log.write(b"*" * len(key))
                 start = text.find(key, start + len(key))
-
-
-def new_key() -> str:
-    """Return a random key. SGLang makes arguments of a command line of its file, and none may begin with a hyphen."""
-    return secrets.token_hex(32)
 
 
 def free_port() -> int:

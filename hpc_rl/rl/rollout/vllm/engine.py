@@ -19,13 +19,13 @@ import numpy as np
 import torch
 from packaging.requirements import Requirement
 
-from hpc_rl.config.rl.rollout import OWN_GPU, SHARED_GPU, EngineConfig, EngineJob, engine_dtype
+from hpc_rl.config.rl.rollout import EngineConfig, EngineJob
 from hpc_rl.config.training.common import ModelSource
 from hpc_rl.errors import RunError, UserError
 from hpc_rl.liveness.heartbeat import heart
 from hpc_rl.rl.actors.process import keep_temporary_files_in_the_job
 from hpc_rl.rl.rollout.engine import Completion, Placement, Request, Span
-from hpc_rl.rl.rollout.vllm.adapters import VllmAdapters, engine_rank
+from hpc_rl.rl.rollout.vllm.adapters import VllmAdapters
 from hpc_rl.rl.rollout.vllm.processes import (
     WorkerWatch,
     ends_with_workers,
@@ -33,25 +33,20 @@ from hpc_rl.rl.rollout.vllm.processes import (
     spread_over,
     workers_explained,
 )
+from hpc_rl.rl.rollout.vllm.settings import engine_settings
 from hpc_rl.rl.weights.buckets import pack
 from hpc_rl.software.imports import large_imports
 
 if TYPE_CHECKING:
-    from transformers import PretrainedConfig
     from vllm import LLMEngine, RequestOutput, SamplingParams
     from vllm.lora.request import LoRARequest
 
     from hpc_rl.training.models.causal_lm import CausalLM
 
-WORKER_EXTENSION = "hpc_rl.rl.rollout.vllm.worker.WeightUpdates"
 PARTS = frozenset({"weights", "kv_cache"})
 """Names by which vLLM wakes parts of an engine's memory."""
-CPU_BLOCK = 128
-"""Tokens per block of the key-value cache on CPUs."""
 LOCAL_BUCKET_BYTES = 256 * 10**6
 """Size of the buckets in which weights are copied that come from this process."""
-CPU_CACHE_BYTES = 4 << 30
-"""Most memory for the cache on CPUs. If all sequences together need more, vLLM lets some of them wait."""
 
 
 def load(
@@ -293,79 +288,6 @@ class VllmEngine:
             logprobs=0,
             output_kind=RequestOutputKind.FINAL_ONLY,  # no objects for incomplete responses
         )
-
-
-def logprobs_mode(rollout: EngineConfig, truncated: bool) -> str:
-    """Return vLLM's name of the distribution whose log-probabilities it reports.
-
-    Its raw ones are those at temperature 1, before top_k and top_p; its processed ones those after all of them.
-
-    Args:
-        truncated: whether they have to be those after top_k and top_p.
-    """
-    return "processed_logprobs" if rollout.temperature != 1 or truncated else "raw_logprobs"
-
-
-def engine_settings(
-    model: ModelSource,
-    rollout: EngineConfig,
-    config: PretrainedConfig,
-    max_length: int,
-    seed: int,
-    placement: Placement,
-    truncated_logprobs: bool = False,
-) -> dict[str, Any]:
-    """Return the arguments of vllm.LLM. rollout.engine_kwargs take precedence over all others.
-
-    Args:
-        truncated_logprobs: see Sampling.
-    """
-    tensor_parallel = rollout.tensor_parallel_size
-    settings = {
-        "model": model.path,
-        "trust_remote_code": model.trust_remote_code,
-        "skip_tokenizer_init": True,
-        "dtype": engine_dtype(rollout, placement.device),
-        "max_model_len": max_length,
-        "max_num_seqs": rollout.max_num_seqs,
-        "seed": seed,
-        "tensor_parallel_size": tensor_parallel,
-        "enable_prefix_caching": True,
-        "logprobs_mode": logprobs_mode(rollout, truncated_logprobs),
-        "worker_extension_cls": WORKER_EXTENSION,
-    }
-    if placement.device == "cpu":
-        settings |= {
-            "enforce_eager": True,
-            # After a part of a prompt, vLLM restores the offset of the request's generator. CPU generators have none.
-            "enable_chunked_prefill": False,
-            "kv_cache_memory_bytes": _cpu_cache_bytes(config, rollout, max_length),
-            "distributed_executor_backend": "mp" if tensor_parallel > 1 else "uni",
-        }
-    else:
-        settings |= {
-            "gpu_memory_utilization": rollout.gpu_memory_utilization
-            or (SHARED_GPU if placement.gpu_share < 1 else OWN_GPU),
-            "enable_sleep_mode": placement.sleeps,
-            "distributed_executor_backend": "ray" if tensor_parallel > 1 else "uni",
-        }
-    if placement.transfer != "host":
-        settings["weight_transfer_config"] = {"backend": placement.transfer}
-    if placement.adapters is not None:
-        settings |= {"enable_lora": True, "max_lora_rank": engine_rank(placement.adapters["r"])}
-    return settings | rollout.engine_kwargs
-
-
-def _cpu_cache_bytes(config: PretrainedConfig, rollout: EngineConfig, max_length: int) -> int:
-    """Return the memory for keys and values of max_num_seqs sequences of max_length, at most CPU_CACHE_BYTES."""
-    text = config.get_text_config()
-    heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
-    head_size = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-    itemsize = getattr(torch, engine_dtype(rollout, "cpu")).itemsize
-    per_token = 2 * text.num_hidden_layers * heads * head_size * itemsize
-    blocks = -(-max_length // CPU_BLOCK) + 1
-    # vLLM reserves one block.
-    return min(CPU_CACHE_BYTES, (rollout.max_num_seqs * blocks + 1) * CPU_BLOCK * per_token)
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""What the engine `sglang` sends and returns, with a server of ours (tests/rl/sglang_api)."""
+"""What the engine `sglang` sends and returns, with a server of ours (tests/rl/rollout/sglang/api)."""
 
 from __future__ import annotations
 
@@ -20,17 +20,10 @@ from hpc_rl.rl.rollout.sglang.engine import SglangEngine, _Running, joined, requ
 from hpc_rl.rl.weights.base import WeightReceiver, receiver_of
 from hpc_rl.rl.weights.buckets import pack
 from hpc_rl.training.models.causal_lm import CausalLM
-from tests.rl.rollout.sglang_engine import EOS, SERVERS, make_model, respond, started
+from tests.rl.rollout.sglang.engines import EOS, make_model, respond, started
 from tests.rl.rollout.tiny_engine import forward_logprobs, prompts, token_lists
 
 SEEDED = "rollout.engine_kwargs.enable_deterministic_inference=true"
-
-
-@pytest.fixture(scope="module", autouse=True)
-def servers_are_found() -> Iterator[None]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PYTHONPATH", str(SERVERS), prepend=os.pathsep)
-        yield
 
 
 @pytest.fixture(scope="module")

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from urllib.request import ProxyHandler
 
 import pytest
 
@@ -21,18 +22,11 @@ from hpc_rl.rl.rollout.sglang import engine as sglang
 from hpc_rl.rl.rollout.sglang import server as sglang_server
 from hpc_rl.rl.rollout.sglang.engine import SglangEngine, server_settings
 from tests.rl.ppo_config import ppo_config
-from tests.rl.rollout.sglang_engine import SERVERS, make_model, respond, started
+from tests.rl.rollout.sglang.engines import make_model, respond, started
 from tests.rl.rollout.tiny_engine import prompts
 from tests.system.test_processes import is_alive, until
 
 DEADLINE_S = 600
-
-
-@pytest.fixture(scope="module", autouse=True)
-def servers_are_found() -> Iterator[None]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PYTHONPATH", str(SERVERS), prepend=os.pathsep)
-        yield
 
 
 @pytest.fixture(scope="module")
@@ -124,7 +118,7 @@ def test_the_server_and_its_children_end_with_the_engine(folder: Path, tmp_path:
 def test_the_server_and_its_children_end_with_an_engine_that_is_killed(folder: Path, tmp_path: Path) -> None:
     child = tmp_path / "child"
     program = (
-        "import time; from pathlib import Path; from tests.rl.rollout.sglang_engine import started\n"
+        "import time; from pathlib import Path; from tests.rl.rollout.sglang.engines import started\n"
         f"with started(Path({str(folder)!r}), '+rollout.engine_kwargs.leaves_child={child}') as engine:\n"
         "    print(engine._server._process.pid, flush=True); time.sleep(100000)"
     )
@@ -142,23 +136,17 @@ def test_the_server_and_its_children_end_with_an_engine_that_is_killed(folder: P
 def test_only_the_engine_can_use_its_server(folder: Path) -> None:
     """The arguments of a process are no secret on a node."""
     with started(folder) as engine:
-        check_key(engine)
-
-
-def check_key(engine: SglangEngine) -> None:
-    client, log = engine._server.client, engine._server._log
-    key = client._key
-    assert log is not None
-    shown = log.read_text()
-    assert key not in shown and f"'api-key': '{'*' * len(key)}'" in shown and "ready to roll!" in shown
-    assert key is not None and len(key) > 30 and client.url.startswith("http://127.0.0.1:")
-    for other in (None, "guess"):
-        assert HttpClient(client.url, other, is_own=True).post("/flush_cache", {}, 60).status == 401
-    for process in Path("/proc").glob("[0-9]*/cmdline"):
-        try:
-            assert key.encode() not in process.read_bytes()
-        except (FileNotFoundError, ProcessLookupError):
-            continue
+        client, log = engine._server.client, engine._server._log
+        key = client._key
+        assert log is not None
+        shown = log.read_text()
+        assert key not in shown and f"'api-key': '{'*' * len(key)}'" in shown and "ready to roll!" in shown
+        assert key is not None and len(key) > 30 and client.url.startswith("http://127.0.0.1:")
+        for other in (None, "guess"):
+            assert HttpClient(client.url, other, ProxyHandler({})).post("/flush_cache", {}, 60).status == 401
+        for process in Path("/proc").glob("[0-9]*/cmdline"):
+            with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+                assert key.encode() not in process.read_bytes()
 
 
 def test_ports_are_free_and_below_the_ephemeral_range() -> None:

@@ -25,8 +25,7 @@ from hpc_rl.formats.peft_folder import new_config
 from hpc_rl.rl.actors.cluster import start_ray
 from hpc_rl.rl.actors.deaths import ActorLabel
 from hpc_rl.rl.rollout.engine import Completion, Placement, Request, Sampling, Span, complete
-from hpc_rl.rl.rollout.vllm.engine import VllmEngine, engine_settings, logprobs_mode, refuse_version
-from hpc_rl.rl.rollout.vllm.worker import track_loading
+from hpc_rl.rl.rollout.vllm.engine import VllmEngine, refuse_version
 from hpc_rl.rl.weights.base import EngineActors, WeightReceiver, WeightSource
 from hpc_rl.rl.weights.host import HostSender
 from hpc_rl.training.checkpoints.export import export
@@ -368,52 +367,6 @@ def test_other_versions_of_vllm_are_refused(monkeypatch: pytest.MonkeyPatch) -> 
     for version in ("0.31.1", "0.34.0"):
         with pytest.raises(UserError, match=rf"is version {version}, and hpc-rl works with vllm<0.34,>=0.32.0: pip"):
             refuse_version(version)
-
-
-def test_loading_is_tracked_by_name() -> None:
-    """One set for each update; a model that does not return names counts as complete."""
-
-    class Model(torch.nn.Linear):
-        def load_weights(self, weights: Any) -> Any:
-            return {name for name, _ in weights} if self.out_features == 3 else None
-
-    model: Any = Model(2, 3)
-    first = track_loading(model)
-    assert first == {"weight", "bias"}
-    assert model.load_weights([("weight", None)]) == {"weight"} and first == {"bias"}
-    second = track_loading(model)
-    model.load_weights([("bias", None)])
-    assert (first, second) == ({"bias"}, {"weight"})
-    silent: Any = Model(2, 4)
-    missing = track_loading(silent)
-    silent.load_weights([])
-    assert not missing
-
-
-def test_settings_by_device(tmp_path: Path) -> None:
-    from transformers import AutoConfig
-
-    model = ModelConfig(path=str(make_tiny_model(tmp_path / "model")))
-    config = AutoConfig.from_pretrained(model.path)
-    rollout = RolloutConfig(tensor_parallel_size=2, engine_kwargs={"disable_cascade_attn": True, "max_model_len": 50})
-    cpu = engine_settings(model, rollout, config, MAX_LENGTH, 1, Placement("cpu"))
-    shared = Placement("cuda", "ipc", sleeps=True, gpu_share=0.5)
-    cuda = engine_settings(model, rollout, config, MAX_LENGTH, 1, shared)
-    assert (cpu["dtype"], cpu["distributed_executor_backend"]) == ("float32", "mp")
-    assert (cuda["dtype"], cuda["distributed_executor_backend"]) == ("bfloat16", "ray")
-    assert cpu["kv_cache_memory_bytes"] == (256 * 5 + 1) * 128 * 2 * 2 * 32 * 4 // 2  # 2 layers, one head of 16
-    assert cuda["weight_transfer_config"] == {"backend": "ipc"} and cuda["enable_sleep_mode"]
-    alone = engine_settings(model, rollout, config, MAX_LENGTH, 1, Placement("cuda", "nccl"))
-    assert (cuda["gpu_memory_utilization"], alone["gpu_memory_utilization"]) == (0.5, 0.9)
-    for placement in (shared, Placement("cuda", "nccl")):
-        chosen = rollout.model_copy(update={"gpu_memory_utilization": 0.3})
-        settings = engine_settings(model, chosen, config, MAX_LENGTH, 1, placement)
-        assert settings["gpu_memory_utilization"] == 0.3
-    modes = [logprobs_mode(RolloutConfig(temperature=t), truncated=cut) for t in (1, 0.5) for cut in (False, True)]
-    assert modes == ["raw_logprobs", *["processed_logprobs"] * 3] and cpu["logprobs_mode"] == "raw_logprobs"
-    assert not {"enable_sleep_mode", "gpu_memory_utilization", "weight_transfer_config"} & set(cpu)
-    for settings in (cpu, cuda):
-        assert settings["disable_cascade_attn"] and settings["max_model_len"] == 50
 
 
 def change(hf: Any) -> None:

@@ -17,7 +17,7 @@ from tensordict import TensorDict
 
 from hpc_rl.rl.actors.calls import ActorCall
 from hpc_rl.rl.carriers.base import Carrier, ColumnHandle, ColumnSink, FlatColumns, Parcel, row_lengths, row_names
-from hpc_rl.rl.carriers.queue_client import Client, Connection, Server, client_of
+from hpc_rl.rl.carriers.transfer_queue.client import Client, Connection, Server, client_of
 from hpc_rl.rl.loop.assignment import Assignment, Shard, ShardParcel
 
 
@@ -83,6 +83,10 @@ class TransferQueueCarrier(Carrier):
 
     Args:
         nodes: Ray's ids of the nodes that store the rows.
+
+    Raises:
+        UserError: the package is missing, or has another version.
+        RunError: its processes did not start.
     """
 
     def __init__(self, nodes: Sequence[str]) -> None:

@@ -30,8 +30,8 @@ from tensordict import TensorDict
 from hpc_rl.errors import RunError, UserError
 from hpc_rl.rl.actors.calls import ActorCall, Pending
 from hpc_rl.rl.actors.deaths import ActorLabel
+from hpc_rl.rl.carriers.transfer_queue.requirements import PACKAGE, problem
 from hpc_rl.rl.loop import experience as columns
-from hpc_rl.software.transfer_queue import PACKAGE, problem
 
 TIMEOUT_S = 600
 """Time limit of one put, get or clear. The package has none for its controller."""
@@ -76,15 +76,12 @@ class Server:
         secure(key)
         controller = importlib.import_module("transfer_queue.controller").TransferQueueController
         unit = importlib.import_module("transfer_queue.storage.simple_storage").SimpleStorageUnit
-        here = ray.get_runtime_context().get_node_id()
+        here, settings = ray.get_runtime_context().get_node_id(), {"num_data_storage_units": len(nodes)}
+        places = [NodeAffinitySchedulingStrategy(node, soft=False) for node in (here, *nodes)]
         # The package would take one CPU of the job for each. All of them only wait and copy.
-        self._actors = [controller.options(num_cpus=0, scheduling_strategy=_on(here)).remote()]
-        self._actors += [
-            unit.options(num_cpus=0, scheduling_strategy=_on(node)).remote(
-                config={"num_data_storage_units": len(nodes)}
-            )
-            for node in nodes
-        ]
+        first, *others = [{"num_cpus": 0, "scheduling_strategy": place} for place in places]
+        self._actors = [controller.options(**first).remote()]
+        self._actors += [unit.options(**options).remote(config=settings) for options in others]
         calls = [actor.get_zmq_server_info.remote() for actor in self._actors]
         try:
             addresses = ray.get(calls, timeout=_START_TIMEOUT_S)
@@ -94,9 +91,10 @@ class Server:
                 f"{str(error).splitlines()[0]}"
             ) from error
         self.connection = Connection(key, addresses[0], {str(i): address for i, address in enumerate(addresses[1:])})
-        names = ["controller", *(f"storage unit at {address.ip}" for address in addresses[1:])]
+        parts = ["controller", *(f"storage unit at {address.ip}" for address in addresses[1:])]
+        names = [f"{PACKAGE}'s {part} (transfer_queue.enable)" for part in parts]
         self.watched = [
-            ActorCall(actor.__ray_call__.remote(_never_return), ActorLabel(f"{PACKAGE}'s {name}", "carrier"))
+            ActorCall(actor.__ray_call__.remote(_never_return), ActorLabel(name, "carrier"))
             for actor, name in zip(self._actors, names, strict=True)
         ]
         """Calls that end only if a process dies. The package answers in other threads."""
@@ -171,11 +169,6 @@ class Client:
         """Remove what is stored in a partition."""
         self._run(self._client.async_clear_partition(partition))
 
-    def partitions(self) -> list[str]:
-        """Return the names of all partitions."""
-        found: list[str] = self._run(self._client.async_get_partition_list())
-        return found
-
     def close(self) -> None:
         """Close the connections. A second call does nothing."""
         if self._loop.is_closed():
@@ -187,11 +180,11 @@ class Client:
             self._client.close()
 
     async def _put(self, partition: str, order: NDArray[np.int64], data: TensorDict) -> None:
-        rows = await self._client.async_kv_retrieve_meta(keys=_keys(order), partition_id=partition, create=True)
+        rows = await self._client.async_kv_retrieve_meta(keys=[*map(str, order)], partition_id=partition, create=True)
         await self._client.async_put(data, rows)
 
     async def _get(self, partition: str, order: NDArray[np.int64], names: list[str]) -> TensorDict:
-        rows = await self._client.async_kv_retrieve_meta(keys=_keys(order), partition_id=partition, create=False)
+        rows = await self._client.async_kv_retrieve_meta(keys=[*map(str, order)], partition_id=partition, create=False)
         # The package leaves out what it does not have, without an error.
         if rows.size != len(order):
             raise RunError(f"{_FAILED}: it has {rows.size} of {len(order)} requested rows of {partition}. {_AGAIN}")
@@ -285,14 +278,6 @@ def _never_return(_actor: Any) -> None:
 def _zmq_error() -> type[Exception]:
     found: type[Exception] = importlib.import_module("zmq").ZMQError
     return found
-
-
-def _on(node: str) -> NodeAffinitySchedulingStrategy:
-    return NodeAffinitySchedulingStrategy(node_id=node, soft=False)
-
-
-def _keys(order: NDArray[np.int64]) -> list[str]:
-    return [str(response) for response in order]
 
 
 def _tensor(flat: NDArray[Any]) -> torch.Tensor:

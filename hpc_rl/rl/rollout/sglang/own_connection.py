@@ -1,4 +1,7 @@
-"""Which user has the other end of a TCP connection within this node (proc_pid_net(5), /proc/net/tcp)."""
+"""HTTP calls that reach only a process of this user on this node.
+
+/proc/net/tcp shows which user has the other end of a TCP connection within the node (proc_pid_net(5)).
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,11 @@ import os
 import socket
 import sys
 from collections.abc import Iterator
+from http.client import HTTPConnection, HTTPResponse
 from pathlib import Path
+from urllib.request import HTTPHandler, ProxyHandler, Request
+
+from hpc_rl.rl.rollout.http_calls import HttpClient
 
 TABLE = Path("/proc/net/tcp")
 ANY = ("0.0.0.0", 0)
@@ -15,6 +22,34 @@ LISTENING = "0A"
 NOT_ACCEPTED = "0"
 """The inode of a connection that its listener has not accepted yet. Its user may be shown as 0."""
 Address = tuple[str, int]
+
+
+def own_client(url: str, key: str) -> HttpClient:
+    """Return a client that uses no proxy, and sends nothing unless a process of this user has the IPv4 address."""
+    return HttpClient(url, key, ProxyHandler({}), _OwnServers())
+
+
+class _OwnConnection(HTTPConnection):
+    """Connects only to a process of this user.
+
+    Without the checks, anybody on the node could take the port before the server listens, or after its end, receive the
+    key and answer. A server listens once in its life. So if it did before and after the connection was made, no other
+    listener has the connection.
+    """
+
+    def connect(self) -> None:
+        server = (self.host, self.port)
+        is_own = is_own_listener(server)
+        if is_own:
+            super().connect()
+            is_own = is_own_listener(server) and is_own_peer(server, self.sock.getsockname())
+        if not is_own:
+            raise ConnectionRefusedError(f"no process of this user listens at {self.host}:{self.port}")
+
+
+class _OwnServers(HTTPHandler):
+    def http_open(self, request: Request) -> HTTPResponse:
+        return self.do_open(_OwnConnection, request)
 
 
 def is_own_listener(address: Address, table: Path = TABLE) -> bool:

@@ -3,12 +3,15 @@ from __future__ import annotations
 import os
 import socket
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import pytest
 
-from hpc_rl.system.listeners import is_own_listener, is_own_peer
+from hpc_rl.rl.rollout.http_calls import HttpClient, UnreachableError
+from hpc_rl.rl.rollout.sglang import own_connection
+from hpc_rl.rl.rollout.sglang.own_connection import is_own_listener, is_own_peer, own_client
+from tests.rl.rollout.test_http_calls import DEADLINE_S, answering
 from tests.security.intruder import INTRUDER, as_user
 
 HEADER = "  sl  local_address rem_address   st tx_queue rx_queue tr tm->when retrnsmt   uid  timeout inode\n"
@@ -95,3 +98,40 @@ def test_what_listens(tmp_path: Path, local: str, remote: str, state: str, owner
 )
 def test_who_has_a_connection(tmp_path: Path, local: str, remote: str, owner: int, inode: int, own: bool) -> None:
     assert is_own_peer(SERVER, CLIENT, table(tmp_path, local, remote, "01", owner, inode)) is own
+
+
+def test_an_own_server_is_called_without_proxies(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:1")
+    with answering([]) as url:
+        client = own_client(url, "secret")
+        assert client.get("/", DEADLINE_S).status == 200
+    with pytest.raises(UnreachableError, match="no process of this user listens"):
+        client.post("/", {}, DEADLINE_S)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="a second user needs root")
+def test_another_user_at_the_port_of_an_own_server_receives_nothing() -> None:
+    asked: list[str] = []
+    with ExitStack() as running:
+        with as_user(INTRUDER):
+            url = running.enter_context(answering(asked))
+        client = own_client(url, "secret")
+        for call in (lambda: client.get("/health", DEADLINE_S), lambda: client.post("/", {}, DEADLINE_S)):
+            with pytest.raises(UnreachableError, match=r"no process of this user listens at 127\.0\.0\.1:"):
+                call()
+        assert asked == [] and HttpClient(url, "secret").get("/other", DEADLINE_S).status == 200
+    assert asked == ["/other"]
+
+
+@pytest.mark.parametrize("listens, has_connection", [([False], []), ([True, False], []), ([True, True], [False])])
+def test_nothing_is_sent_unless_an_own_server_listens_and_has_the_connection(
+    listens: list[bool], has_connection: list[bool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It has to listen before and after the connection is made: somebody else may take the port in between."""
+    asked: list[str] = []
+    left, peers = iter(listens), iter(has_connection)
+    monkeypatch.setattr(own_connection, "is_own_listener", lambda _: next(left))
+    monkeypatch.setattr(own_connection, "is_own_peer", lambda *_: next(peers))
+    with answering(asked) as url, pytest.raises(UnreachableError, match="no process of this user listens"):
+        own_client(url, "secret").get("/", DEADLINE_S)
+    assert [*left, *peers] == [] and asked == []

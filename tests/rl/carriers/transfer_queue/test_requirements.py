@@ -10,58 +10,51 @@ from types import SimpleNamespace
 
 import pytest
 
-from hpc_rl.software import transfer_queue
+from hpc_rl.rl.carriers.transfer_queue import requirements
 
 
-@pytest.fixture
-def modules(monkeypatch: pytest.MonkeyPatch) -> dict[str, object]:
+@pytest.fixture(autouse=True)
+def modules(monkeypatch: pytest.MonkeyPatch) -> None:
     """The modules that the package needs."""
-    found: dict[str, object] = {"zmq": SimpleNamespace(has=lambda name: name == "curve"), "msgspec": SimpleNamespace()}
-    for name, module in found.items():
-        monkeypatch.setitem(sys.modules, name, module)
-    return found
+    monkeypatch.setitem(sys.modules, "zmq", SimpleNamespace(has=lambda name: name == "curve"))
+    monkeypatch.setitem(sys.modules, "msgspec", SimpleNamespace())
 
 
 @pytest.mark.parametrize("version", ["0.1.9", "0.1.10", "0.1.12", "0.2", "1.0"])
-@pytest.mark.usefixtures("modules")
 def test_another_version_is_refused(version: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     install(version, tmp_path, monkeypatch)
     wanted = rf"needs TransferQueue >= 0\.1\.11, < 0\.1\.12, and {sys.executable} has {version}: run pip install"
-    assert re.search(wanted, str(transfer_queue.problem()))
+    assert re.search(wanted, str(requirements.problem()))
 
 
 @pytest.mark.parametrize("version", ["0.1.11", "0.1.11.post1"])
-@pytest.mark.usefixtures("modules")
 def test_versions_that_work(version: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     install(version, tmp_path, monkeypatch)
-    assert transfer_queue.problem() is None
+    assert requirements.problem() is None
 
 
 @pytest.mark.parametrize("name", ["zmq", "msgspec"])
-def test_a_missing_dependency_is_named(
-    name: str, modules: dict[str, object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_missing_dependency_is_named(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     install("0.1.11", tmp_path, monkeypatch)
     monkeypatch.setitem(sys.modules, name, None)
-    assert re.search(rf"needs pyzmq and msgspec, and .*{name}", str(transfer_queue.problem()))
+    assert re.search(rf"needs pyzmq and msgspec, and .*{name}", str(requirements.problem()))
 
 
-@pytest.mark.usefixtures("modules")
 def test_a_pyzmq_without_curve_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     install("0.1.11", tmp_path, monkeypatch)
     monkeypatch.setitem(sys.modules, "zmq", SimpleNamespace(has=lambda _: False))
-    assert "needs a pyzmq with CURVE" in str(transfer_queue.problem())
+    assert "needs a pyzmq with CURVE" in str(requirements.problem())
 
 
 def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "path", [])
-    assert re.search(r"has none: run pip install '\.\[transfer-queue\]'", str(transfer_queue.problem()))
+    assert re.search(r"has none: run pip install '\.\[transfer-queue\]'", str(requirements.problem()))
 
 
 def test_another_python_runs_the_file_alone() -> None:
     """-S leaves out the installed packages."""
     asked = subprocess.run(
-        [sys.executable, "-P", "-S", "-E", transfer_queue.__file__], capture_output=True, text=True, check=True
+        [sys.executable, "-P", "-S", "-E", requirements.__file__], capture_output=True, text=True, check=True
     )
     assert f"and {sys.executable} has none: run pip install" in asked.stdout
 

@@ -24,7 +24,7 @@ import torch
 from hpc_rl.config.rl.rollout import RolloutConfig
 from hpc_rl.config.training.common import ModelConfig
 from hpc_rl.rl.rollout.engine import Placement, Request, Sampling
-from hpc_rl.rl.rollout.http_calls import Answer
+from hpc_rl.rl.rollout.http_calls import HttpAnswer
 from hpc_rl.rl.rollout.sglang.engine import SglangEngine, server_settings
 
 SRT = Path(os.environ["SGLANG_TREE"]) / "sglang" / "srt"
@@ -38,10 +38,10 @@ class Recorder:
         self.client = self
         self.calls: list[tuple[str, Mapping[str, Any]]] = []
 
-    def post(self, path: str, body: Mapping[str, Any], timeout_s: float | None = None) -> Answer:
+    def post(self, path: str, body: Mapping[str, Any], timeout_s: float | None = None) -> HttpAnswer:
         self.calls.append((path, body))
         told = {"finish_reason": {"type": "length"}, "output_token_logprobs": [[-1.0, 7, None]]}
-        return Answer(200, json.dumps({"success": True, "meta_info": told}).encode())
+        return HttpAnswer(200, json.dumps({"success": True, "meta_info": told}).encode())
 
     def check_is_alive(self) -> None: ...
 
