@@ -288,7 +288,8 @@ def test_slurm_may_have_queued_the_job_at_the_same_time(
 
 
 def test_lost_nodes_that_cannot_be_recorded_are_left_out(tmp_path: Path) -> None:
-    (tmp_path / "run/lost-nodes").mkdir(parents=True)
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run/lost-nodes").symlink_to("/no/such/folder/file")
     _, recorded, said = end(tmp_path, LOSES)
     assert recorded["state"] == "REQUEUED" and "lost node2,node3 (0 of at most 3 times)" in said
 
