@@ -46,14 +46,8 @@ requeue() { # WHY [NODES TO LEAVE OUT]
   report REQUEUED "$code"
   (trap '' TERM && run_epilogue) || true
   if ! queue_again; then
-    if [ "$terminated" = CANCELLED ]; then
-      code=143
-      report CANCELLED 143
-    elif [ "$code" -eq 75 ]; then
-      report STOPPED 75
-    else
-      report FAILED "$code"
-    fi
+    if [ "$terminated" = CANCELLED ]; then code=143; else terminated=''; fi
+    report_end
   elif [ -n "${2:-}" ] && [ "$requests" -eq 0 ]; then
     echo "hpc-rl: Slurm has queued job $job again by itself. This node may have been cut off instead of $2, so no node is excluded"
   elif [ -n "${2:-}" ]; then
@@ -67,45 +61,43 @@ requeue() { # WHY [NODES TO LEAVE OUT]
 }
 stopped_by_user() { [ -e "$HPC_RL_RUN_DIR/stop" ] && ! resumes_later; }
 
-# Queue this job again if it has not ended for good: it keeps its id, and the run resumes from its last checkpoint.
-queue_again_if_due() {
-  facts=
-  if [ "$code" -ne 0 ] || [ -n "$terminated" ]; then
-    facts=$(timeout 20 scontrol show job --oneliner "$job" 2> /dev/null) || true
+remains_ended() { # WHY, THE RULE
+  if slurm_has_requeued; then
+    echo "hpc-rl: $1; Slurm has queued job $job again"
+    terminated=REQUEUED
+  else
+    echo "hpc-rl: $1; job $job is not queued again$2"
   fi
-  requests=0
-  preempted_at=$(fact PreemptTime) || true
-  restarts=$(fact Restarts) || true
-  lost_nodes=$(paste --serial --delimiters=, "$lost" 2> /dev/null) || true
-  saved=
+}
+
+# Queue this job again if it has not ended for good: it keeps its id, and the run resumes from its last checkpoint. `requeue`
+# ends the script. All rules are here: most of them need Slurm's answers, or hold if the first node's entry was killed.
+queue_again_if_due() {
+  [ "$code" -ne 0 ] || [ -n "$terminated" ] || return 0
+  requests=0 saved=''
   if [ "$code" -eq 75 ] && resumes_later; then saved="stopped before the $(cat "$HPC_RL_RUN_DIR/stop")"; fi
-  if [ -n "$terminated" ] && [ "${restarts:-0}" -gt "${SLURM_RESTART_COUNT:-0}" ]; then
+  if slurm_has_requeued && [ -n "$terminated" ]; then
     echo "hpc-rl: ${saved:-ended by Slurm before it had saved}; Slurm has queued job $job again"
     terminated=REQUEUED
-  elif [ -n "$saved" ] && [ "$terminated" != CANCELLED ]; then
-    requeue "$saved"
-  elif [ "$code" -ne 75 ] && [ "${preempted_at:-None}" != None ] && [ -z "$terminated" ] &&
-    { [ "$code" -eq 143 ] || { [ "$code" -ne 0 ] && resumes_later; }; } && ! stopped_by_user; then
-    # A job that was suspended has a PreemptTime too.
+    return
+  fi
+  lost_nodes=$(paste --serial --delimiters=, "$lost" 2> /dev/null) || true
+  [ -z "$terminated" ] || lost_nodes=''
+  # One line for each time: job, attempt, nodes. Another job of this run begins to count again.
+  [ -z "$lost_nodes" ] || echo "$job $attempt $lost_nodes" >> "$HPC_RL_RUN_DIR/lost-nodes" || true
+  if [ "$terminated" = CANCELLED ] || stopped_by_user; then return; fi
+  [ -z "$saved" ] || requeue "$saved"
+  preempted_at=$(fact PreemptTime) || true # a job that was suspended has one too
+  if [ "${preempted_at:-None}" != None ] && [ -z "$terminated" ] && { [ "$code" -eq 143 ] || resumes_later; }; then
     requeue "preempted before it had saved"
-  elif [ -n "$lost_nodes" ] && [ -z "$terminated" ]; then
-    # One line for each time: job, attempt, nodes. Another job of this run begins to count again.
-    echo "$job $attempt $lost_nodes" >> "$HPC_RL_RUN_DIR/lost-nodes" || true
-    failures=$(grep --count "^$job " "$HPC_RL_RUN_DIR/lost-nodes") || true
-    if stopped_by_user; then
-      : # the run ends here
-    elif [ "${failures:-0}" -le "$hpc_rl_max_node_failures" ]; then
-      requeue "lost $lost_nodes (${failures:-0} of at most $hpc_rl_max_node_failures times)" "$lost_nodes"
-    elif slurm_has_requeued; then
-      echo "hpc-rl: lost $lost_nodes; Slurm has queued job $job again"
-      terminated=REQUEUED
-    else
-      echo "hpc-rl: lost $lost_nodes; job $job is not queued again (slurm.max_node_failures is $hpc_rl_max_node_failures)"
-    fi
-  elif [ "$code" -ne 0 ] && [ -e "$HPC_RL_ATTEMPT_DIR/.hang" ] && [ "$terminated" != CANCELLED ] && ! stopped_by_user; then
-    if [ ! -e "$HPC_RL_RUN_DIR/attempt-$((attempt - 1))/.hang" ]; then
+  elif [ -n "$lost_nodes" ]; then
+    failures=$(grep --count "^$job " "$HPC_RL_RUN_DIR/lost-nodes") || failures=${failures:-0}
+    [ "$failures" -gt "$hpc_rl_max_node_failures" ] ||
+      requeue "lost $lost_nodes ($failures of at most $hpc_rl_max_node_failures times)" "$lost_nodes"
+    remains_ended "lost $lost_nodes" " (slurm.max_node_failures is $hpc_rl_max_node_failures)"
+  elif [ -e "$HPC_RL_ATTEMPT_DIR/.hang" ]; then
+    [ -e "$HPC_RL_RUN_DIR/attempt-$((attempt - 1))/.hang" ] ||
       requeue "the job hung ($(head -n 1 "$HPC_RL_ATTEMPT_DIR/.hang"))"
-    fi
-    echo "hpc-rl: the attempt before hung too, so job $job is not queued again"
+    remains_ended "the attempt before hung too" ''
   fi
 }

@@ -66,16 +66,19 @@ run_epilogue() { # the user's own commands at the end, in which failures and uns
   slurm_epilogue
   set -eu
 }
-finish() {
-  local code=$?
-  ! is_latest || rm -f "$HPC_RL_RUN_DIR/stop"
-  rm -f "$HPC_RL_ATTEMPT_DIR/.ray-token"
+report_end() {
   case $terminated$code in
     0) report COMPLETED 0 ;;
     75) report STOPPED 75 ;;
     [0-9]*) report FAILED "$code" ;;
     *) report "$terminated" "$code" ;;
   esac
+}
+finish() {
+  local code=$?
+  ! is_latest || rm -f "$HPC_RL_RUN_DIR/stop"
+  rm -f "$HPC_RL_ATTEMPT_DIR/.ray-token"
+  report_end
   (run_epilogue) || true
 }
 

@@ -1,12 +1,16 @@
 """How the job script ends: what it records, and whether it queues its job again."""
 
 import json
+import os
 import shlex
+import subprocess
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from hpc_rl.submission.script.render import support_text
 from tests.submission.script.test_render import run_script, torchrun_job
 
 RUNS = "Restarts=0 PreemptTime=None ExcNodeList=(null)"
@@ -31,11 +35,112 @@ def stops(reason: str) -> str:
     return f'echo {reason} > "$HPC_RL_RUN_DIR/stop"; exit 75'
 
 
-@pytest.mark.parametrize("reason", ["walltime", "requeue", "preemption"])
-def test_a_saved_run_is_queued_again(tmp_path: Path, reason: str) -> None:
-    code, recorded, said = end(tmp_path, stops(reason))
-    assert (code, recorded["state"]) == (75, "REQUEUED")
-    assert "requeue 7\n" in said and f"stopped before the {reason}; job 7 is queued again" in said
+RULES = r"""
+set -euo pipefail
+eval "$SUPPORT"
+timeout() { while [[ $1 == --* ]]; do shift; done; shift; "$@"; }
+scontrol() { echo "JobId=7 $JOB"; }
+requeue() { echo "requeue: $1 [${2:-}]"; exit; }
+queue_again_if_due
+echo "${terminated:-end}"
+"""
+"""queue_again_if_due alone, which decides, with a `requeue` that prints what it was called with."""
+PREEMPTED = "Restarts=1 PreemptTime=2026-11-22T07:22:12"
+RESTARTED = "Restarts=2 PreemptTime=None"
+BY_SLURM = "Slurm has queued job 7 again\nREQUEUED"
+TWO_LOST = "requeue: lost n2,n3 ({} of at most 2 times) [n2,n3]"
+TOO_MANY = "hpc-rl: lost n2; job 7 is not queued again (slurm.max_node_failures is 2)\nend"
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What a decision depends on."""
+
+    code: int
+    stop: str = ""
+    terminated: str = ""
+    slurm: str = "Restarts=1 PreemptTime=None"
+    lost: str = ""
+    losses: str = ""
+    hangs: tuple[str, ...] = ()
+    """Attempts that hung; this one is the second."""
+
+
+@pytest.mark.parametrize(
+    ("facts", "decision"),
+    [
+        (Facts(0), "end"),
+        (Facts(0, "walltime", lost="n2\n", hangs=("2",), slurm=PREEMPTED), "end"),
+        (Facts(1), "end"),
+        (Facts(1, "walltime"), "end"),
+        (Facts(1, slurm=RESTARTED), "end"),
+        (Facts(143), "end"),
+        (Facts(143, slurm=""), "end"),
+        # It has saved.
+        (Facts(75, "walltime"), "requeue: stopped before the walltime []"),
+        (Facts(75, "requeue"), "requeue: stopped before the requeue []"),
+        (Facts(75, "preemption", slurm=PREEMPTED), "requeue: stopped before the preemption []"),
+        (Facts(75, "walltime", lost="n2\n"), "requeue: stopped before the walltime []"),
+        (Facts(75, "user"), "end"),
+        (Facts(75, "user", slurm=PREEMPTED, hangs=("2",), lost="n2\n"), "end"),
+        (Facts(75), "end"),
+        # Slurm ends it.
+        (Facts(0, terminated="CANCELLED"), "CANCELLED"),
+        (Facts(75, "preemption", "CANCELLED", PREEMPTED), "CANCELLED"),
+        (Facts(75, "preemption", "CANCELLED", RESTARTED), f"hpc-rl: stopped before the preemption; {BY_SLURM}"),
+        (Facts(1, "preemption", "CANCELLED", RESTARTED), f"hpc-rl: ended by Slurm before it had saved; {BY_SLURM}"),
+        (Facts(0, "", "TIMEOUT", RESTARTED), f"hpc-rl: ended by Slurm before it had saved; {BY_SLURM}"),
+        (Facts(143, "user", "TIMEOUT", RESTARTED), f"hpc-rl: ended by Slurm before it had saved; {BY_SLURM}"),
+        (Facts(75, "walltime", "TIMEOUT"), "requeue: stopped before the walltime []"),
+        (Facts(75, "user", "TIMEOUT"), "TIMEOUT"),
+        (Facts(143, "walltime", "TIMEOUT", PREEMPTED), "TIMEOUT"),
+        (Facts(1, "walltime", "TIMEOUT", lost="n2\n"), "TIMEOUT"),
+        (Facts(1, "walltime", "TIMEOUT", hangs=("2",)), "requeue: the job hung (2 is silent) []"),
+        (Facts(1, "", "CANCELLED", hangs=("2",)), "CANCELLED"),
+        # Preempted. A job that was suspended has a PreemptTime too.
+        (Facts(143, slurm=PREEMPTED), "requeue: preempted before it had saved []"),
+        (Facts(1, "preemption", slurm=PREEMPTED), "requeue: preempted before it had saved []"),
+        (Facts(1, "preemption", slurm=PREEMPTED, lost="n2\n"), "requeue: preempted before it had saved []"),
+        (Facts(1, slurm=PREEMPTED), "end"),
+        (Facts(75, slurm=PREEMPTED), "end"),
+        (Facts(143, "user", slurm=PREEMPTED), "end"),
+        # Nodes are lost.
+        (Facts(1, lost="n2\nn3\n"), TWO_LOST.format(1)),
+        (Facts(1, lost="n2\nn3\n", losses="7 1 n9\n"), TWO_LOST.format(2)),
+        (Facts(1, lost="n2\nn3\n", losses="6 1 a\n70 2 b\n6 7 c\n"), TWO_LOST.format(1)),
+        (Facts(1, lost="n2\n", losses="7 1 n9\n7 1 n8\n"), TOO_MANY),
+        (Facts(1, lost="n2\n", losses="7 1 n9\n7 1 n8\n", hangs=("2",)), TOO_MANY),
+        (Facts(1, lost="n2\n", losses="7 1 n9\n7 1 n8\n", slurm=RESTARTED), f"hpc-rl: lost n2; {BY_SLURM}"),
+        (Facts(1, "user", lost="n2\n"), "end"),
+        # It hangs.
+        (Facts(1, hangs=("2",)), "requeue: the job hung (2 is silent) []"),
+        (Facts(1, hangs=("1", "2")), "hpc-rl: the attempt before hung too; job 7 is not queued again\nend"),
+        (Facts(1, hangs=("1", "2"), slurm=RESTARTED), f"hpc-rl: the attempt before hung too; {BY_SLURM}"),
+        (Facts(1, hangs=("1",)), "end"),
+        (Facts(1, "user", hangs=("2",)), "end"),
+    ],
+)
+def test_a_job_is_queued_again_unless_it_has_ended_for_good(tmp_path: Path, facts: Facts, decision: str) -> None:
+    attempt = tmp_path / "attempt-2"
+    for number in (1, 2):
+        (tmp_path / f"attempt-{number}").mkdir()
+    files = {tmp_path / "stop": facts.stop, attempt / ".lost": facts.lost, tmp_path / "lost-nodes": facts.losses}
+    files |= {tmp_path / f"attempt-{number}/.hang": f"{number} is silent\nand more\n" for number in facts.hangs}
+    for path, text in files.items():
+        if text:
+            path.write_text(text)
+    given = {
+        **{"SUPPORT": support_text(), "JOB": facts.slurm, "SLURM_RESTART_COUNT": "1", "PATH": os.environ["PATH"]},
+        **{"HPC_RL_RUN_DIR": str(tmp_path), "HPC_RL_ATTEMPT_DIR": str(attempt), "hpc_rl_max_node_failures": "2"},
+        **{"job": "7", "attempt": "2", "code": str(facts.code), "lost": str(attempt / ".lost")},
+    }
+    rules = RULES.replace("queue_again_if_due\n", f"terminated={facts.terminated}\nqueue_again_if_due\n")
+    done = subprocess.run(["bash", "-c", rules], env=given, capture_output=True, text=True, timeout=600, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (0, f"{decision}\n", "")
+    is_recorded = bool(facts.lost and facts.code and not facts.terminated)
+    recorded = f"7 2 {','.join(facts.lost.split())}\n" * is_recorded
+    assert (tmp_path / "lost-nodes").exists() is bool(facts.losses or recorded)
+    assert not facts.lost or not recorded or (tmp_path / "lost-nodes").read_text() == facts.losses + recorded
 
 
 def test_a_run_that_the_user_stopped_is_not(tmp_path: Path) -> None:
@@ -70,22 +175,6 @@ def test_the_walltime_that_ended_during_the_save(tmp_path: Path) -> None:
     assert (code, recorded["state"]) == (143, "TIMEOUT") and "requeue" not in said
     code, recorded, said = end(tmp_path, TERM + LATER + stops("walltime"), first=over)
     assert (code, recorded["state"]) == (75, "REQUEUED") and "requeue 7" in said
-
-
-def test_a_preempted_run_that_could_not_save_is_queued_again(tmp_path: Path) -> None:
-    preempted = "Restarts=0 PreemptTime=2026-11-22T07:22:12"
-    for step, expected in ((f"{stops('preemption').removesuffix('75')}1", 1), ("exit 143", 143)):
-        code, recorded, said = end(tmp_path, step, job=preempted)
-        assert (code, recorded["state"]) == (expected, "REQUEUED")
-        assert "preempted before it had saved; job 7 is queued again" in said
-    code, recorded, said = end(tmp_path, "exit 0", job=preempted)
-    assert (code, recorded["state"], said) == (0, "COMPLETED", "")
-
-
-def test_a_job_that_was_suspended_is_not_queued_again_for_that(tmp_path: Path) -> None:
-    suspended = "Restarts=0 PreemptTime=2026-11-22T07:22:12"
-    assert end(tmp_path, "exit 1", job=suspended)[1]["state"] == "FAILED"
-    assert end(tmp_path, stops("user"), job=suspended)[1]["state"] == "STOPPED"
 
 
 def test_a_job_whose_end_has_moved_is_cancelled_and_has_no_timeout(tmp_path: Path) -> None:
@@ -198,6 +287,13 @@ def test_slurm_may_have_queued_the_job_at_the_same_time(
         assert ("update JobId=7 ExcNodeList=node2,node3" in said) is (state == "REQUEUED" and step == "LOSES")
 
 
+def test_lost_nodes_that_cannot_be_recorded_are_left_out(tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run/lost-nodes").symlink_to("/no/such/folder/file")
+    _, recorded, said = end(tmp_path, LOSES)
+    assert recorded["state"] == "REQUEUED" and "lost node2,node3 (0 of at most 3 times)" in said
+
+
 def test_lost_nodes_are_left_out_a_limited_number_of_times(tmp_path: Path) -> None:
     two = {"slurm.max_node_failures": 2}
     excluded = f"{RUNS.replace('(null)', 'bad[1-2]')} Features=x"
@@ -205,33 +301,9 @@ def test_lost_nodes_are_left_out_a_limited_number_of_times(tmp_path: Path) -> No
         code, recorded, said = end(tmp_path, LOSES, job=job, **two)
         assert (code, recorded["state"]) == (1, "REQUEUED")
         assert f"requeue 7\nupdate JobId=7 ExcNodeList={nodes}\n" in said
-    assert "lost node2,node3 (2 of at most 2 times)" in said
     assert (tmp_path / "run/lost-nodes").read_text() == "7 1 node2,node3\n7 2 node2,node3\n"
     code, recorded, said = end(tmp_path, LOSES, **two)
     assert (code, recorded["state"]) == (1, "FAILED") and "requeue" not in said
-    (tmp_path / "run/lost-nodes").write_text("6 1 a\n6 2 b\n")
-    assert end(tmp_path, LOSES, **two)[1]["state"] == "REQUEUED"
-    assert end(tmp_path, LOSES, **{"slurm.max_node_failures": 0})[1]["state"] == "FAILED"
-
-
-def test_a_job_that_hangs_is_queued_again_once(tmp_path: Path) -> None:
-    hangs = 'echo "rank 1 is silent" > "$HPC_RL_ATTEMPT_DIR/.hang"; exit 1'
-    code, recorded, said = end(tmp_path, hangs)
-    assert (code, recorded["state"]) == (1, "REQUEUED")
-    assert "the job hung (rank 1 is silent); job 7 is queued again" in said
-    code, recorded, said = end(tmp_path, hangs)
-    assert (code, recorded["state"]) == (1, "FAILED") and "the attempt before hung too" in said
-
-
-@pytest.mark.parametrize(
-    "step",
-    ['echo "rank 1 is silent" > "$HPC_RL_ATTEMPT_DIR/.hang"; exit 1', LOSES, "exit 143"],
-    ids=["hang", "loss", "143"],
-)
-def test_nothing_is_queued_again_that_the_user_stopped(tmp_path: Path, step: str) -> None:
-    job = "Restarts=0 PreemptTime=2026-11-22T07:22:12"
-    _, recorded, said = end(tmp_path, f'echo user > "$HPC_RL_RUN_DIR/stop"; {step}', job=job)
-    assert recorded["state"] == "FAILED" and "requeue" not in said
 
 
 @pytest.mark.parametrize(("end_in_s", "reason"), [(None, "walltime"), (270, "walltime"), (400, "preemption")])
