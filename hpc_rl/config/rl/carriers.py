@@ -19,8 +19,7 @@ class CarrierSpec:
     in_parts: bool = True
     """Whether the driver can send some responses of a step while others are generated."""
     requirements: str | None = None
-    """File in hpc_rl that prints why the Python that runs it cannot use the carrier, and nothing if it can. It imports
-    the standard library only."""
+    """File in hpc_rl, of the standard library only, that prints why the Python that runs it cannot use the carrier."""
     environment: Mapping[str, str] = field(default_factory=dict)
     """Variables of every process of the run. One that the user has exported keeps its value."""
     variables: tuple[str, ...] = ()
