@@ -62,7 +62,7 @@ def test_methods_are_tools_of_each_object(write: Write) -> None:
     one, two = Episode(definition, 100), Episode(definition, 100)
     calls = [ToolCall("add", {"x": 2}), ToolCall("double", {"x": 2}), ToolCall("shout", {"text": "a"})]
     assert [message["content"] for message in one.answer("", calls).messages] == ["7", "4.0", "A"]
-    assert one.result().score == 7 and two.outcome().score == 5
+    assert one.result().score == 7 and two.result().score == 5
 
 
 def test_functions_with_and_without_an_environment(write: Write) -> None:
