@@ -6,6 +6,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hpc_rl.config.rl.ppo import PpoConfig
+from hpc_rl.config.rl.rollout import room
 from hpc_rl.rl.workers.held import Held
 from hpc_rl.rl.workers.logprobs import held_logprobs
 from hpc_rl.training.models.causal_lm import causal_lm
@@ -20,7 +21,8 @@ class Reference:
     def __init__(self, config: PpoConfig, world: World) -> None:
         # A GPU computes in bfloat16, and no optimizer needs more digits of these weights.
         settings = config.model if world.device.type == "cpu" else config.model.updated("dtype", "bfloat16")
-        self._model = load_sharded(causal_lm(settings, trained=False), world, config.trainer)
+        pretrained = causal_lm(settings, trained=False, longest=room(config))
+        self._model = load_sharded(pretrained, world, config.trainer)
         self._offload = ModelOffload(config.trainer.offload, self._model)
         self._temperature = config.rollout.temperature
 
