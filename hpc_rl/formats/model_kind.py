@@ -183,12 +183,14 @@ def refuse_other_frequencies(key: str, path: str, settings: Mapping[str, Any], e
         is_dynamic = kind == "dynamic" and "alpha" not in table  # which is another type
         is_other = {"vllm": is_dynamic and room > limit, "sglang": is_dynamic or (kind == "longrope" and room > limit)}
         if is_other.get(engine):
-            remedy = "set rollout.name=vllm"
+            remedies = ["set rollout.name=vllm"] if engine == "sglang" else []
             if is_dynamic:
-                remedy += f", and data.max_prompt_length and data.max_response_length to {limit:,} together at most"
+                remedies.append(
+                    f"lower data.max_prompt_length and data.max_response_length to {limit:,} together at most"
+                )
             raise UserError(
                 f"rollout.name={engine} does not compute the rotary embedding of {key} {path} (of type {kind}, for "
-                f"prompts with responses of {room:,} tokens) as training does: {remedy}"
+                f"prompts with responses of {room:,} tokens) as training does: {', and '.join(remedies)}"
             )
 
 

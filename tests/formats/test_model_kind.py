@@ -56,7 +56,7 @@ DYNAMIC = {"rope_parameters": {"full_attention": {"rope_type": "dynamic", "facto
     [
         (LONGROPE, "sglang", 5000, r"type longrope, for prompts with responses of 5,000 tokens\) .*: set rollout.name"),
         (DYNAMIC, "sglang", 100, r"type dynamic, .* to 8,192 together at most"),
-        (DYNAMIC, "vllm", 8193, "set rollout.name=vllm, and data.max_prompt_length"),
+        (DYNAMIC, "vllm", 8193, r"type dynamic, .*: lower data.max_prompt_length"),
         (LONGROPE, "sglang", 4096, None),
         (LONGROPE, "vllm", 5000, None),
         (LONGROPE, "hf", 5000, None),
