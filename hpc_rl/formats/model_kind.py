@@ -14,8 +14,6 @@ from hpc_rl.system.files import read_json
 
 _HEAD = "score.weight"
 """Name of the head's weight in transformers' sequence classifiers based on decoder models."""
-_OF_WHOLE_ROWS = ("dynamic", "longrope")
-"""Types of rotary embedding whose frequencies depend on the longest sample of a row, which a slice does not show."""
 _LIGER = (
     "exaone4",
     "hunyuan_v1_dense",
@@ -165,12 +163,35 @@ def refuse_unsplittable(key: str, path: str, settings: Mapping[str, Any], size: 
             f"trainer.sequence_parallel={size} does not divide the {heads} query heads of {key} {path}: use one of "
             f"{divisors}"
         )
-    if found := set(_rotary_types(settings)) & set(_OF_WHOLE_ROWS):
-        raise UserError(
-            f"trainer.sequence_parallel={size}: the rotary embedding of {key} {path} is of type {found.pop()}, which "
-            "depends on the longest sample of a row and cannot be computed for a slice: use "
-            "trainer.sequence_parallel=1, or another model"
-        )
+
+
+def refuse_other_frequencies(key: str, path: str, settings: Mapping[str, Any], engine: str, room: int) -> None:
+    """Raise UserError if the rotary embedding of a model in an engine is not the one with which it is trained.
+
+    SGLang takes the largest position of a batch of requests for `longrope`, and the largest length that `dynamic` can
+    reach for all requests; vLLM does not scale `dynamic` (both in layers/rotary_embedding).
+
+    Args:
+        key: the option that names `path`, for the error.
+        settings: of the model, as in its config.json.
+        engine: rollout.name.
+        room: most tokens of a prompt and its response.
+    """
+    settings, limit = _text_settings(settings), unscaled_positions(settings)
+    for table in _rotary_tables(settings):
+        kind = table.get("rope_type", table.get("type"))
+        is_dynamic = kind == "dynamic" and "alpha" not in table  # which is another type
+        is_other = {"vllm": is_dynamic and room > limit, "sglang": is_dynamic or (kind == "longrope" and room > limit)}
+        if is_other.get(engine):
+            remedies = ["set rollout.name=vllm"] if engine == "sglang" else []
+            if is_dynamic:
+                remedies.append(
+                    f"lower data.max_prompt_length and data.max_response_length to {limit:,} together at most"
+                )
+            raise UserError(
+                f"rollout.name={engine} does not compute the rotary embedding of {key} {path} (of type {kind}, for "
+                f"prompts with responses of {room:,} tokens) as training does: {', and '.join(remedies)}"
+            )
 
 
 def refuse_unsplittable_engine(key: str, path: str, settings: Mapping[str, Any], size: int) -> None:
@@ -233,18 +254,21 @@ def _text_settings(settings: Mapping[str, Any]) -> Mapping[str, Any]:
     return inner if isinstance(inner, Mapping) else settings
 
 
-def depends_on_rows(settings: Mapping[str, Any]) -> bool:
-    """Return whether the rotary embedding of a model depends on the longest sample of a row.
+def unscaled_positions(settings: Mapping[str, Any]) -> int:
+    """Return the length up to which rotary embeddings of the types `dynamic` and `longrope` do not depend on the length
+    of a sample; 0 if the settings do not show it.
 
     Args:
         settings: of the model, as in its config.json.
     """
-    return bool(set(_rotary_types(settings)) & set(_OF_WHOLE_ROWS))
+    settings = _text_settings(settings)
+    names = ("max_position_embeddings", "original_max_position_embeddings")
+    found = (table.get(name) for table in (settings, *_rotary_tables(settings)) for name in names)
+    return min((int(number) for number in found if number is not None), default=0)
 
 
-def _rotary_types(settings: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the types of rotary embedding of a model, which may have one for each type of layer."""
+def _rotary_tables(settings: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
+    """Yield the settings of a model's rotary embeddings, of which it may have one for each type of layer."""
     for name in ("rope_parameters", "rope_scaling"):
         if isinstance(found := settings.get(name), Mapping):
-            each = [found, *(one for one in found.values() if isinstance(one, Mapping))]
-            yield from (str(one.get("rope_type", one.get("type"))) for one in each)
+            yield from (found, *(one for one in found.values() if isinstance(one, Mapping)))

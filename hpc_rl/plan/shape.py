@@ -12,7 +12,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from hpc_rl.errors import UserError
-from hpc_rl.formats.model_kind import depends_on_rows
 
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {},
@@ -84,8 +83,6 @@ class Shape:
     queries."""
     has_cap: bool = False
     """Whether the logits are soft-capped, so that the loss holds the slope of this function."""
-    whole_rows: bool = False
-    """Whether the frequencies of the rotary embedding depend on the samples of a row, so that ranks cannot share it."""
     notes: tuple[str, ...] = field(default=(), compare=False)
     """What is not exact about these counts."""
 
@@ -168,7 +165,7 @@ class Shape:
 
     def may_be_split(self, ranks: int) -> bool:
         """Return whether so many ranks can share a row (trainer.sequence_parallel)."""
-        return self.heads % ranks == 0 and (ranks == 1 or not self.whole_rows)
+        return self.heads % ranks == 0
 
     def cache_bytes(self, itemsize: int = 2) -> int:
         """Return the bytes of one token in a KV cache."""
@@ -242,7 +239,6 @@ def shape_of(config: Mapping[str, Any], name: str) -> Shape:
         has_window=_has_window(found),
         has_scores=bool(special.get("scored") or found.get("attention_dropout")),
         has_cap=bool(found.get("final_logit_softcapping", special.get("capped"))),
-        whole_rows=depends_on_rows(found),
         notes=() if family in FAMILIES else (f"{name} is of type {family or 'unknown'}, which is counted like Llama",),
     )
 

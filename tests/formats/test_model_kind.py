@@ -8,7 +8,12 @@ from typing import Any
 import pytest
 
 from hpc_rl.errors import UserError
-from hpc_rl.formats.model_kind import refuse_quantised, refuse_without_liger
+from hpc_rl.formats.model_kind import (
+    refuse_other_frequencies,
+    refuse_quantised,
+    refuse_without_liger,
+    unscaled_positions,
+)
 
 LLAMA = {"model_type": "llama", "hidden_act": "silu", "mlp_bias": False}
 
@@ -40,6 +45,42 @@ def test_models_that_ligers_kernels_compute_are_accepted() -> None:
     rotary = {"rope_parameters": {"partial_rotary_factor": 1.0, "rope_theta": 1e4}, "rope_scaling": None}
     refuse_without_liger("model.path", "/m", {"model_type": "phi3", "partial_rotary_factor": 1.0, **rotary})
     refuse_without_liger("model.path", "/m", {**LLAMA, "hidden_act": "swish"})
+
+
+LONGROPE = {"original_max_position_embeddings": 4096, "rope_scaling": {"type": "longrope"}}
+DYNAMIC = {"rope_parameters": {"full_attention": {"rope_type": "dynamic", "factor": 2.0}}}
+
+
+@pytest.mark.parametrize(
+    ("settings", "engine", "room", "message"),
+    [
+        (LONGROPE, "sglang", 5000, r"type longrope, for prompts with responses of 5,000 tokens\) .*: set rollout.name"),
+        (DYNAMIC, "sglang", 100, r"type dynamic, .* to 8,192 together at most"),
+        (DYNAMIC, "vllm", 8193, r"type dynamic, .*: lower data.max_prompt_length"),
+        (LONGROPE, "sglang", 4096, None),
+        (LONGROPE, "vllm", 5000, None),
+        (LONGROPE, "hf", 5000, None),
+        (DYNAMIC, "vllm", 8192, None),
+        ({"rope_scaling": {"type": "dynamic", "alpha": 1000.0}}, "sglang", 100, None),
+        ({"rope_scaling": None}, "sglang", 9000, None),
+    ],
+)
+def test_engines_that_rotate_as_training_does(
+    settings: dict[str, Any], engine: str, room: int, message: str | None
+) -> None:
+    settings = {"text_config": {"max_position_embeddings": 8192, **settings}}
+    if message is None:
+        refuse_other_frequencies("model.path", "/m", settings, engine, room)
+        return
+    with pytest.raises(UserError, match=rf"rollout.name={engine} does not compute .* of model.path /m \(of {message}"):
+        refuse_other_frequencies("model.path", "/m", settings, engine, room)
+
+
+def test_positions_that_are_not_scaled() -> None:
+    nested = {"rope_parameters": {"full_attention": {"original_max_position_embeddings": 16}}}
+    assert unscaled_positions({"max_position_embeddings": 64, **nested}) == 16
+    assert unscaled_positions({"text_config": {"max_position_embeddings": 64}}) == 64
+    assert unscaled_positions({}) == 0
 
 
 def _refuse_quantised(folder: Path) -> None:

@@ -186,5 +186,3 @@ def test_rows_that_ranks_can_share() -> None:
         return shape_of({"model_type": "llama", "vocab_size": 100, **sizes, **more}, "m")
 
     assert [of().may_be_split(size) for size in (1, 2, 3, 4)] == [True, True, True, False]
-    long = of(rope_scaling={"type": "longrope"})
-    assert [long.may_be_split(size) for size in (1, 2)] == [True, False]

@@ -194,6 +194,13 @@ def engine_name(rollout: EngineConfig, device: str) -> str:
     return default_engine(device) if rollout.name == "auto" else rollout.name
 
 
+def room(config: EngineJob) -> int:
+    """Return the tokens of a prompt and its response for which the engines have room. Some rotary embeddings depend on
+    it."""
+    found = config.rollout.engine_kwargs.get("max_model_len")
+    return found if isinstance(found, int) and found > 0 else config.data.longest
+
+
 def engine_spec(config: EngineJob) -> EngineSpec:
     """Return the run's row of ENGINES."""
     return ENGINES[engine_name(config.rollout, config.trainer.computes_on)]

@@ -8,6 +8,8 @@ from hpc_rl.algorithms.kl import KL_ESTIMATORS
 from hpc_rl.algorithms.losses import Clip, PolicyBatch
 from hpc_rl.algorithms.policy_losses import POLICY_LOSSES
 from hpc_rl.config.rl.ppo import PpoConfig
+from hpc_rl.config.rl.rollout import engine_name, room
+from hpc_rl.formats.model_kind import refuse_other_frequencies
 from hpc_rl.rl.workers.learner import Columns, Learner, Parts, add
 from hpc_rl.rl.workers.logprobs import token_logprobs_of
 from hpc_rl.rl.workers.packed_shard import MicroBatch
@@ -20,7 +22,10 @@ class Actor(Learner[CausalLM]):
     """The policy, which is trained."""
 
     def __init__(self, config: PpoConfig, world: World) -> None:
-        model = load_sharded(causal_lm(config.model), world, config.trainer)
+        model = load_sharded(causal_lm(config.model, longest=room(config)), world, config.trainer)
+        engine, settings = engine_name(config.rollout, config.trainer.computes_on), model.hf.config.to_dict()
+        rule = ("model.path", config.model.path, settings, engine, room(config))
+        world.together(lambda: refuse_other_frequencies(*rule))
         disable_dropout(model)
         self.flops = count_flops(model)
         super().__init__("actor", model, config.actor.optim, config, world)

@@ -7,6 +7,7 @@ import torch
 from numpy.typing import NDArray
 
 from hpc_rl.config.rl.ppo import PpoConfig
+from hpc_rl.config.rl.rollout import room
 from hpc_rl.rl.workers.packed_shard import PackedShard
 from hpc_rl.training.models.attention.packed_batch import PackedBatch
 from hpc_rl.training.models.causal_lm import CausalLM, causal_lm
@@ -54,7 +55,7 @@ def load_reference(config: PpoConfig, world: World) -> FrozenModel:
     """Load a copy of the initial policy."""
     # A GPU computes in bfloat16, and no optimizer needs more digits of these weights.
     settings = config.model if world.device.type == "cpu" else config.model.updated("dtype", "bfloat16")
-    return FrozenModel(causal_lm(settings, trained=False), config, world)
+    return FrozenModel(causal_lm(settings, trained=False, longest=room(config)), config, world)
 
 
 def load_teacher(config: PpoConfig, world: World) -> FrozenModel:

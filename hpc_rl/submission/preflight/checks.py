@@ -12,7 +12,7 @@ from hpc_rl.config.job import JobConfig
 from hpc_rl.config.ray import RayJobConfig
 from hpc_rl.config.rl.generate import GenerateConfig
 from hpc_rl.config.rl.ppo import PpoConfig
-from hpc_rl.config.rl.rollout import engine_name, engine_spec
+from hpc_rl.config.rl.rollout import engine_name, engine_spec, room
 from hpc_rl.config.training.common import ModelConfig
 from hpc_rl.config.training.finetune import FinetuneConfig
 from hpc_rl.config.training.preferences import RmConfig
@@ -21,6 +21,7 @@ from hpc_rl.data.selection import check_scored
 from hpc_rl.environments.loading import ENVIRONMENT, TOOLS
 from hpc_rl.errors import UserError
 from hpc_rl.formats.model_kind import (
+    refuse_other_frequencies,
     refuse_unsplittable,
     refuse_unsplittable_engine,
     refuse_without_liger,
@@ -235,13 +236,15 @@ def model(job: Job) -> Iterator[Question]:
         yield check_adapters, config.model, max_rank, job.coming, cache
 
 
-def _rules_for(key: str, config: Planned) -> Iterator[tuple[Callable[..., None], tuple[int, ...]]]:
+def _rules_for(key: str, config: Planned) -> Iterator[tuple[Callable[..., None], tuple[int | str, ...]]]:
     """Yield the rules about config.json that a model of a job has to meet, with their further arguments."""
     if not isinstance(config, GenerateConfig) and config.trainer.sequence_parallel > 1:
         yield refuse_unsplittable, (config.trainer.sequence_parallel,)
     engine_gpus = config.rollout.tensor_parallel_size if isinstance(config, PpoConfig | GenerateConfig) else 1
     if key == "model.path" and engine_gpus > 1:
         yield refuse_unsplittable_engine, (engine_gpus,)
+    if key == "model.path" and isinstance(config, PpoConfig):
+        yield refuse_other_frequencies, (engine_name(config.rollout, config.trainer.computes_on), room(config))
     is_trained = key in ("model.path", "critic.path", "ref.path")
     if isinstance(config.model, ModelConfig) and config.model.use_liger and is_trained:
         yield refuse_without_liger, ()

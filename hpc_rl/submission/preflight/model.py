@@ -107,7 +107,9 @@ def check_outputs(key: str, path: str, needed: int, cache: HubCache) -> None:
         refuse_other_outputs(key, path, sorted(folder.glob("*.safetensors")), needed)
 
 
-def check_config(key: str, path: str, cache: HubCache, refuse: Callable[..., None], more: tuple[int, ...]) -> None:
+def check_config(
+    key: str, path: str, cache: HubCache, refuse: Callable[..., None], more: tuple[int | str, ...]
+) -> None:
     """Apply a rule about config.json to a model, as far as the file is on this machine.
 
     Args:

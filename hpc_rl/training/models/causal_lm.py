@@ -24,6 +24,7 @@ from hpc_rl.training.models.compute_weights import ComputeWeights
 from hpc_rl.training.models.four_bit import four_bit_weights
 from hpc_rl.training.models.pretrained import Pretrained, from_pretrained
 from hpc_rl.training.models.recomputation import recompute
+from hpc_rl.training.models.rotary import follow_samples
 from hpc_rl.training.models.routers import Routers, find_routers
 from hpc_rl.training.parallel.sequence_parallel import ALONE, SequenceGroup
 
@@ -34,6 +35,8 @@ T = TypeVar("T")
 
 _CAPPED = ("gemma2", "gemma3_text", "gemma4_text")
 """model_type of models that cap their logits. Others may have the setting without using it."""
+_WINDOWS_IN_MASKS = ("phimoe", "qwen2_moe")
+"""model_type of models that do not pass their windows of attention to the attention function."""
 
 _FROZEN_FLOPS = 4.0
 """Operations per token of a parameter without gradient, forward and backward."""
@@ -55,9 +58,10 @@ class PackedModel(nn.Module):
     routers: Routers | None = None
     """The routers of a mixture of experts that is trained."""
 
-    def __init__(self, hf: PreTrainedModel) -> None:
+    def __init__(self, hf: PreTrainedModel, longest: int | None = None) -> None:
         super().__init__()
         self.hf = hf
+        follow_samples(hf, longest)
 
     def hidden(self, batch: PackedBatch) -> torch.Tensor:
         """Return the hidden states of the last layer, [T, H].
@@ -123,7 +127,11 @@ class CausalLM(PackedModel):
 
 
 def causal_lm(
-    config: ModelConfig, trained: bool = True, key: str = "model.path", dropout: bool = True
+    config: ModelConfig,
+    trained: bool = True,
+    key: str = "model.path",
+    dropout: bool = True,
+    longest: int | None = None,
 ) -> Pretrained[CausalLM]:
     """Return the policy of a configuration, to be loaded.
 
@@ -131,11 +139,12 @@ def causal_lm(
         trained: whether the model gets gradients; a reference does not.
         key: the option that names the model, for errors.
         dropout: whether a trained model keeps its dropout.
+        longest: see rotary.follow_samples.
     """
 
     def wrap(hf: PreTrainedModel, _missing: frozenset[str]) -> CausalLM:
         refuse_unsupported(hf)
-        model = CausalLM(hf)
+        model = CausalLM(hf, longest)
         model.prepare_training(config if trained else config.updated("lora", LoraConfig()))
         if not dropout:
             disable_dropout(model)
@@ -147,13 +156,16 @@ def causal_lm(
     return Pretrained("AutoModelForCausalLM", config.path, key, dtype, config.trust_remote_code, wrap)
 
 
-def load_model(config: ModelConfig) -> CausalLM:
+def load_model(config: ModelConfig, longest: int | None = None) -> CausalLM:
     """Load a whole model into host memory, in the type that is trained.
+
+    Args:
+        longest: see rotary.follow_samples.
 
     Raises:
         UserError: no model can be loaded, or packed training cannot compute it correctly.
     """
-    return causal_lm(config).load()
+    return causal_lm(config, longest=longest).load()
 
 
 def disable_dropout(model: nn.Module) -> None:
@@ -222,6 +234,17 @@ def refuse_unsupported_backbone(hf: PreTrainedModel) -> None:
     if other:
         raise UserError(
             f"{kind} have layers of type {', '.join(sorted(other))}, which packed training does not support"
+        )
+    window = getattr(config, "sliding_window", None)
+    if config.model_type in _WINDOWS_IN_MASKS and window and window < config.max_position_embeddings:
+        raise UserError(
+            f"{kind} with windows of attention (sliding_window={window}) do not pass them to a custom attention "
+            "function, which packing needs: use another model"
+        )
+    if getattr(config, "attn_temperature_tuning", False):
+        raise UserError(
+            f"{kind} scale queries by their position in the row instead of the sample (attn_temperature_tuning), which "
+            "packed training does not support: use another model"
         )
 
 

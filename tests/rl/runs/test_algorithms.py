@@ -116,6 +116,20 @@ def test_old_logprobs_may_be_the_engines_or_the_trainers(run: Runs, tmp_path: Pa
         assert max(series(recomputed, f"training/rollout_probs_diff_{of}")) < 1e-4
 
 
+def test_engine_and_trainer_choose_the_same_rotary_embedding(run: Runs, tmp_path: Path) -> None:
+    """By the room of 46 tokens, and not by the length of a sample."""
+    original = {"original_max_position_embeddings": 45}
+    rotary = {"rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [2.0, 3.0, 4.0, 5.0], **original}
+    settings = {**original, "rope_parameters": rotary, "num_attention_heads": 4, "initializer_range": 0.3}
+    model = make_tiny_model(tmp_path / "model", kind="phi3", bos_token_id=1, **settings)
+    options = ("rollout.calculate_log_probs=true", "algorithm.kl={where: reward, coef: 0.1}")
+    assert run(tmp_path / "run", f"model.path={model}", *options) == 0
+    assert max(series(tmp_path / "run", "training/rollout_probs_diff_max")) < 1e-4
+    assert series(tmp_path / "run", "actor/reward_kl_penalty")[0] == pytest.approx(
+        0, abs=1e-4
+    )  # of policy and reference
+
+
 def test_truncated_importance_sampling(run: Runs, tmp_path: Path) -> None:
     """A cap of 0.5 halves every token's weight, and so every gradient, if engine and trainer agree."""
     one = ("actor.mini_batch_size=null", "actor.ppo_epochs=1", "algorithm.advantage=grpo")

@@ -20,6 +20,7 @@ from hpc_rl.training.parallel.sequence_parallel import ALONE, SequenceGroup, joi
 from tests.finetune.jobs import spawn
 from tests.helpers import make_tiny_model
 from tests.training import sequence_ranks
+from tests.training.models.attention.test_samples_alone import LONGROPE
 
 TWO_RANKS: dict[str, dict[str, Any]] = {
     "sft": {"role": "sft"},
@@ -35,6 +36,9 @@ TWO_RANKS: dict[str, dict[str, Any]] = {
     "sft, experts": {"role": "sft", "kind": "experts", "recompute": True},
     "sft, experts, rows of each rank": {"role": "sft", "kind": "experts", "size": 1},
     "actor, sinks": {"role": "actor", "kind": "sinks"},
+    "sft, longrope": {"role": "sft", "kind": "longrope"},
+    "critic, longrope, recomputed": {"role": "critic", "kind": "longrope", "recompute": True},
+    "dpo, dynamic": {"role": "dpo", "kind": "dynamic"},
 }
 FOUR_RANKS: dict[str, dict[str, Any]] = {
     "sft, two groups": {"role": "sft", "size": 2},
@@ -133,9 +137,6 @@ def test_key_heads_are_repeated_until_ranks_can_share_them(key_heads: int, size:
             " 12",
         ),
         ({"text_config": {"num_attention_heads": 6}}, "does not divide the 6 query heads"),
-        ({"rope_scaling": {"type": "dynamic"}}, "embedding of model.path /m is of type dynamic, which depends on the"),
-        ({"rope_scaling": {"rope_type": "longrope"}}, "is of type longrope"),
-        ({"rope_parameters": {"full_attention": {"rope_type": "longrope"}}}, "is of type longrope"),
     ],
 )
 def test_models_that_ranks_cannot_share(settings: dict[str, Any], message: str) -> None:
@@ -145,10 +146,9 @@ def test_models_that_ranks_cannot_share(settings: dict[str, Any], message: str) 
 
 
 def test_models_that_ranks_can_share() -> None:
-    rotary = {"rope_scaling": None, "rope_parameters": {"rope_type": "yarn", "factor": 4}}
-    refuse_unsplittable("model.path", "/m", {"num_attention_heads": 16, **rotary}, 8)
+    refuse_unsplittable("model.path", "/m", {"num_attention_heads": 16}, 8)
     refuse_unsplittable("model.path", "/m", {}, 8)
-    refuse_unsplittable("model.path", "/m", {"num_attention_heads": 7, "rope_scaling": {"type": "dynamic"}}, 1)
+    refuse_unsplittable("model.path", "/m", {"num_attention_heads": 7}, 1)
 
 
 @pytest.fixture(scope="module")
@@ -161,6 +161,12 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
         "windows": {"kind": "mistral", "sliding_window": 6},
         "experts": {"kind": "qwen3_moe", "num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 16},
         "sinks": {"kind": "gpt_oss", "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 6},
+        "longrope": {"kind": "llama", "rope_parameters": LONGROPE},
+        "dynamic": {
+            "kind": "llama",
+            "rope_parameters": {"rope_type": "dynamic", "factor": 4.0},
+            "max_position_embeddings": 8,
+        },
     }
     return {
         name: str(make_tiny_model(folder / str(number), num_attention_heads=4, **more))

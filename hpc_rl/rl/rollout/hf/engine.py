@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
-from hpc_rl.config.rl.rollout import EngineJob, engine_dtype
+from hpc_rl.config.rl.rollout import EngineJob, engine_dtype, room
 from hpc_rl.errors import UserError
 from hpc_rl.liveness.heartbeat import heart
 from hpc_rl.rl.rollout.engine import Completion, Placement, Request
@@ -37,7 +37,7 @@ def load(config: EngineJob, eos_token_ids: Collection[int], placement: Placement
     if policy is None:
         dtype = engine_dtype(config.rollout, placement.device)
         # Adapters arrive merged into the weights.
-        policy = load_model(config.model.in_dtype(dtype))
+        policy = load_model(config.model.in_dtype(dtype), room(config))
         policy.requires_grad_(False).eval().to(torch.device(placement.device))
     return HfEngine(policy.hf, eos_token_ids, config.rollout.max_num_seqs)
 

@@ -142,11 +142,12 @@ def packed_attention(
         [1, T, query heads, head size], and no attention weights.
 
     Raises:
-        UserError: the model needs a position bias, which this function does not compute, or it does not pass its
-            forward's arguments on to attention.
+        UserError: the model needs a position bias or a mask, which this function does not compute, or it does not pass
+            its forward's arguments on to attention.
     """
-    if others.get("position_bias") is not None:
-        raise UserError(f"{_kind_of(module)} need position_bias in attention, which packed training does not support")
+    if attention_mask is not None or others.get("position_bias") is not None:
+        name = "position_bias" if attention_mask is None else "a mask of their own"
+        raise UserError(f"{_kind_of(module)} need {name} in attention, which packed training does not support")
     softmax = SoftmaxOptions(scaling, sliding_window, softcap, s_aux)
     if attend is not None:
         return _attend_otherwise(attend, module, query, key, value, softmax), None

@@ -89,6 +89,41 @@ def test_greedy_equals_a_plain_loop(tmp_path: Path, kind: str, settings: dict[st
         np.testing.assert_allclose(logprobs, forward_logprobs(model, given, completions), atol=1e-4)
 
 
+@pytest.mark.parametrize(("longest", "factor"), [(42, "long_factor"), (16, "short_factor")])
+def test_one_length_decides_about_rotary_embeddings(tmp_path: Path, longest: int, factor: str) -> None:
+    """Responses that cross the original length, and those that do not, have the log-probabilities of training."""
+    from transformers import AutoModelForCausalLM
+
+    rotary = {"rope_type": "longrope", "factor": 4.0, "original_max_position_embeddings": 16}
+    rotary |= {"short_factor": [1.0] * 8, "long_factor": [2.0, 3.0, 4.0, 5.0, 6.0, 7.0, 8.0, 9.0]}
+    model = sharp_model(tmp_path / "model", kind="llama", longest=longest, rope_parameters=rotary)
+    model.hf.save_pretrained(tmp_path / "sharp")
+    plain = AutoModelForCausalLM.from_pretrained(
+        tmp_path / "sharp", attn_implementation="eager", rope_parameters=rotary | {"short_factor": rotary[factor]}
+    )
+    given = [prompt for prompt in prompts() if len(prompt) + 2 <= longest]
+    steps = [min(GREEDY.max_new_tokens, longest - len(prompt)) for prompt in given]
+    plain.config.rope_parameters["long_factor"] = rotary[factor]
+    completions = [
+        completion
+        for prompt, most in zip(given, steps, strict=True)
+        for completion in generate(model, [prompt], Sampling(most, temperature=0))
+    ]
+    expected = [plain_greedy(plain, prompt, most) for prompt, most in zip(given, steps, strict=True)]
+    assert token_lists(completions) == expected
+    together = generate(model, given, Sampling(min(steps), temperature=0))
+    assert token_lists(together) == [tokens[: min(steps)] for tokens in expected]
+    logprobs = np.concatenate([completion.logprobs for completion in completions])
+    np.testing.assert_allclose(logprobs, forward_logprobs(model, given, completions), atol=1e-4)
+
+
+def test_an_engine_needs_the_length_of_all_samples(tmp_path: Path) -> None:
+    rotary = {"rope_type": "dynamic", "factor": 4.0}
+    model = sharp_model(tmp_path, kind="llama", rope_parameters=rotary)
+    with pytest.raises(AssertionError, match="an engine needs the length of all samples"):
+        generate(model, prompts(), GREEDY)
+
+
 @pytest.mark.parametrize("sampling", [Sampling(20, 0.7), Sampling(20, 1.3, top_p=0.8), Sampling(20, top_k=5)])
 def test_logprobs_equal_those_of_training(tmp_path: Path, sampling: Sampling) -> None:
     model = sharp_model(tmp_path)

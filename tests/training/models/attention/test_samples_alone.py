@@ -1,0 +1,198 @@
+"""In a packed row, every sample has the logits, the loss and the gradient that it has alone."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.nn.functional import cross_entropy
+
+from hpc_rl.config.training.common import ModelConfig
+from hpc_rl.errors import UserError
+from hpc_rl.training.models import causal_lm
+from hpc_rl.training.models.attention.packed_batch import pack_samples
+from hpc_rl.training.models.causal_lm import load_model
+from tests.helpers import make_tiny_model
+from tests.training.models.attention.test_packed_attention import spread_sinks
+
+LENGTHS = ([7, 40, 13, 3, 21], [16, 17, 64, 30, 17], [5, 9, 11, 2, 1])
+"""Rows of which the second follows one with a longer sample than some of its own, and the last has short samples."""
+POSITIONS = {"original_max_position_embeddings": 16}
+LONGROPE = {"rope_type": "longrope", "factor": 4.0, **POSITIONS}
+LONGROPE |= {"short_factor": [1.0, 1.1, 1.2, 1.3], "long_factor": [2.0, 3.0, 4.0, 5.0]}
+DYNAMIC = {"rope_parameters": {"rope_type": "dynamic", "factor": 4.0}, "max_position_embeddings": 16}
+YARN = {"rope_type": "yarn", "factor": 4.0, **POSITIONS}
+LATENT = {"q_lora_rank": 16, "kv_lora_rank": 8, "qk_rope_head_dim": 8, "qk_nope_head_dim": 4, "v_head_dim": 6}
+LATENT |= {"num_key_value_heads": 4, "head_dim": 8}
+EXPERTS = {"moe_intermediate_size": 16, "num_experts_per_tok": 2}
+LAYERS = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 6}
+UNCAPPED = {"final_logit_softcapping": None}
+FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("llama", {}),
+    "llama, dynamic": ("llama", DYNAMIC),
+    "llama, longrope": ("llama", {"rope_parameters": LONGROPE}),
+    "llama, yarn": ("llama", {"rope_parameters": YARN}),
+    "llama, llama3": (
+        "llama",
+        {
+            "rope_parameters": {
+                **{**YARN, "rope_type": "llama3"},
+                **{"low_freq_factor": 1.0, "high_freq_factor": 4.0},
+            }
+        },
+    ),
+    "qwen2": ("qwen2", {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1}),
+    "qwen3": ("qwen3", {}),
+    "qwen3, dynamic": ("qwen3", DYNAMIC),
+    "phi3": ("phi3", {"rope_parameters": LONGROPE, **POSITIONS, "bos_token_id": 1, "sliding_window": 20}),
+    "phimoe": (
+        "phimoe",
+        {"rope_parameters": {**LONGROPE, "short_mscale": 1.1, "long_mscale": 1.3}, "num_local_experts": 4},
+    ),
+    "gemma2": ("gemma2", {**UNCAPPED, "sliding_window": 6}),
+    "gemma3_text": (
+        "gemma3_text",
+        {
+            **LAYERS,
+            "max_position_embeddings": 16,
+            "rope_parameters": {"sliding_attention": {"rope_type": "default"}, "full_attention": {**YARN}},
+        },
+    ),
+    "gemma3_text, dynamic": (
+        "gemma3_text",
+        {
+            **LAYERS,
+            "max_position_embeddings": 16,
+            "rope_parameters": {
+                "sliding_attention": {"rope_type": "default"},
+                "full_attention": DYNAMIC["rope_parameters"],
+            },
+        },
+    ),
+    "mistral": ("mistral", {"sliding_window": 6}),
+    "ministral": ("ministral", LAYERS),
+    "ministral3": (
+        "ministral3",
+        {"rope_parameters": {**YARN, "llama_4_scaling_beta": 0.5}},
+    ),
+    "olmo2": ("olmo2", {}),
+    "olmo3": ("olmo3", LAYERS),
+    "qwen3_moe": ("qwen3_moe", {"num_experts": 5, **EXPERTS}),
+    "gpt_oss": ("gpt_oss", {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 6}),
+    "deepseek_v3": (
+        "deepseek_v3",
+        {**LATENT, **EXPERTS, "n_routed_experts": 4, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1},
+    ),
+}
+OF_LENGTH = [name for name in FAMILIES if "dynamic" in name or "longrope" in name or "phi" in name]
+
+
+def model_of(folder: Path, name: str) -> tuple[causal_lm.CausalLM, Any]:
+    """The model in packed training, and in transformers."""
+    from transformers import AutoModelForCausalLM
+
+    kind, settings = FAMILIES[name]
+    settings = {"num_attention_heads": 4, "max_position_embeddings": 64, **settings}
+    make_tiny_model(folder, kind=kind, **settings)
+    model = load_model(ModelConfig(path=str(folder)))
+    model.hf.eval()  # the routers of phimoe draw experts in training mode
+    with torch.no_grad():
+        for parameter in model.hf.parameters():
+            if parameter.ndim > 1:
+                parameter.mul_(6)  # so that attention is not uniform
+    spread_sinks(model.hf)
+    plain = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager")
+    if hasattr(plain, "set_experts_implementation"):
+        plain.set_experts_implementation("eager")
+    plain.load_state_dict(model.hf.state_dict())
+    return model, plain
+
+
+def samples_of(lengths: Sequence[int]) -> list[torch.Tensor]:
+    generator = np.random.default_rng(0)
+    return [torch.from_numpy(generator.integers(3, 300, length)) for length in lengths]
+
+
+Result = tuple[torch.Tensor, torch.Tensor, tuple[torch.Tensor, ...]]
+"""The logits, the loss and the gradients of a sample."""
+
+
+def result_of(logits_TV: torch.Tensor, ids_T: torch.Tensor, hf: torch.nn.Module) -> Result:
+    loss = cross_entropy(logits_TV[:-1], ids_T[1:], reduction="sum")
+    gradients = torch.autograd.grad(loss, list(hf.parameters()), retain_graph=True, materialize_grads=True)
+    return logits_TV, loss, gradients
+
+
+def packed_results(model: causal_lm.CausalLM, samples: Sequence[torch.Tensor]) -> Iterator[Result]:
+    ids = [sample.numpy() for sample in samples]
+    row = pack_samples(ids, [np.arange(len(one)) > 0 for one in ids])
+    logits = model.hidden(row) @ model.hf.get_output_embeddings().weight.T
+    for logits_TV, ids_T in zip(logits.split(row.lengths), samples, strict=True):
+        yield result_of(logits_TV, ids_T, model.hf)
+
+
+def largest_difference(ours: Result, theirs: Result) -> float:
+    """Relative to the largest logit, to the loss, and to the norm of the gradient."""
+    norm = torch.stack([each.norm() for each in theirs[2]]).norm() + 1e-3
+    return max(
+        float((ours[0] - theirs[0]).detach().abs().max() / theirs[0].detach().abs().max()),
+        float((ours[1] - theirs[1]).detach().abs() / (1 + theirs[1].detach())),
+        *(float((a - b).norm() / norm) for a, b in zip(ours[2], theirs[2], strict=True)),
+    )
+
+
+def differences(model: causal_lm.CausalLM, plain: Any, lengths: Sequence[int]) -> list[float]:
+    found = []
+    samples = samples_of(lengths)
+    for ids_T, ours in zip(samples, packed_results(model, samples), strict=True):
+        alone = copy.deepcopy(plain)  # which has seen no other sample
+        theirs = result_of(alone(input_ids=ids_T[None], use_cache=False).logits[0], ids_T, alone)
+        found.append(largest_difference(ours, theirs))
+    return found
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_sample_is_what_it_is_alone(tmp_path: Path, name: str) -> None:
+    model, plain = model_of(tmp_path, name)
+    for lengths in LENGTHS:
+        assert max(differences(model, plain, lengths)) < 2e-5
+
+
+@pytest.mark.parametrize("name", OF_LENGTH)
+def test_this_finds_frequencies_of_another_sample(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    monkeypatch.setattr(causal_lm, "follow_samples", lambda *_: None)
+    found = differences(*model_of(tmp_path, name), LENGTHS[0])
+    assert max(found[0], found[2], found[3]) > 1e-2
+
+
+@pytest.mark.parametrize(
+    ("kind", "settings", "reason"),
+    [
+        ("llama4_text", {}, "layers of type chunked_attention"),
+        ("llama4_text", {"layer_types": ["full_attention"] * 2}, "scale queries by their position in the row"),
+        ("phimoe", {"sliding_window": 6}, r"windows of attention \(sliding_window=6\) do not pass them"),
+        ("qwen2_moe", {"sliding_window": 6, "use_sliding_window": True}, "windows of attention"),
+        ("doge", {}, "doge need a mask of their own in attention"),
+        ("deepseek_v32", {**LATENT, **EXPERTS, "n_routed_experts": 4}, "layers of type indexed_attention"),
+    ],
+)
+def test_models_whose_samples_would_be_others_are_refused(
+    tmp_path: Path, kind: str, settings: dict[str, Any], reason: str
+) -> None:
+    folder = make_tiny_model(tmp_path, kind=kind, num_attention_heads=4, **settings)
+    with pytest.raises(UserError, match=reason):
+        list(packed_results(load_model(ModelConfig(path=str(folder))), samples_of([3])))
+
+
+def test_one_length_for_all_samples(tmp_path: Path) -> None:
+    """As an engine has it: the short factors are the long ones."""
+    model, plain = model_of(tmp_path, "phi3")
+    causal_lm.follow_samples(model.hf, longest=17)
+    plain.config.rope_parameters["short_factor"] = LONGROPE["long_factor"]
+    plain.model.rotary_emb.__init__(plain.config)
+    assert max(differences(model, plain, LENGTHS[0])) < 2e-5
