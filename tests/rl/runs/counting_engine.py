@@ -4,14 +4,24 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import threading
 import time
 from collections.abc import Sequence
+from unittest import mock
 
 import numpy as np
 
-from hpc_rl.errors import UserError
-from hpc_rl.rl.rollout.engine import Completion, Progress, Request, Span
+# Engines with a model need these, and importing them in each of these processes would take most of the time.
+_UNUSED = (
+    *("torch", "torch.distributed", "torch.distributed.fsdp", "hpc_rl.training.models.causal_lm"),
+    *("transformers", "transformers.generation", "transformers.generation.configuration_utils"),
+)
+if "torch" not in sys.modules:
+    sys.modules |= {name: mock.MagicMock() for name in _UNUSED}
+
+from hpc_rl.errors import UserError  # noqa: E402
+from hpc_rl.rl.rollout.engine import Completion, Progress, Request, Span  # noqa: E402
 
 HANGS, DIES, REFUSES = 1001, 1002, 1003
 """Seeds of requests with which the first engine in its place hangs, an engine dies, or it reports a mistake."""
