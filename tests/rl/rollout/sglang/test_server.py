@@ -58,12 +58,6 @@ def test_a_server_that_dies_ends_the_engine(folder: Path, capsys: pytest.Capture
     assert "its exit code was 7" in printed and "no space left on this planet" in printed
 
 
-def test_a_server_that_is_killed_ends_the_engine(folder: Path) -> None:
-    with started(folder) as engine:
-        engine._server._process.send_signal(signal.SIGKILL)
-        assert ended_engine(engine) == 137
-
-
 @pytest.mark.long
 def test_a_server_that_fails_ends_with_its_engine(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with started(folder, "+rollout.engine_kwargs.fails_after=2") as engine:
@@ -139,10 +133,12 @@ def test_the_server_and_its_children_end_with_an_engine_that_is_killed(folder: P
     until(lambda: not any(map(is_alive, pids)))
 
 
-def test_only_the_engine_can_use_its_server(folder: Path) -> None:
+def test_only_the_engine_can_use_its_server_and_ends_if_it_is_killed(folder: Path) -> None:
     """The arguments of a process are no secret on a node."""
     with started(folder) as engine:
         check_key(engine)
+        engine._server._process.send_signal(signal.SIGKILL)
+        assert ended_engine(engine) == 137
 
 
 def check_key(engine: SglangEngine) -> None:
