@@ -32,9 +32,10 @@ os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(Path(__file__).pare
 
 _numbers = itertools.count()
 
-# No test depends on speed. Otherwise hypothesis allows 0.2 s for an example, and 1 s for drawing ten of them.
+# No test depends on speed. Otherwise hypothesis allows 0.2 s for an example, and 1 s for drawing ten of them. Each run
+# draws other examples, so that half of the usual hundred find as much within two runs.
 _SLOW = hypothesis.HealthCheck.too_slow
-hypothesis.settings.register_profile("any speed", deadline=None, suppress_health_check=[_SLOW])
+hypothesis.settings.register_profile("any speed", deadline=None, max_examples=50, suppress_health_check=[_SLOW])
 hypothesis.settings.load_profile("any speed")
 
 

@@ -88,15 +88,15 @@ def test_without_slurm_local_is_proposed_and_nothing_is_left(folder: Path, monke
 
 def test_a_run_on_this_machine(folder: Path) -> None:
     steps = ["trainer.total_training_steps=2", "data.train_batch_size=4"]
-    done = run_process(folder, *SFT, "--nodes", "2", "--job-name", "mine", *steps)
+    done = run_process(folder, *SFT, "--job-name", "mine", *steps)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "step 2/2" in done.stdout
     found = json.loads(run(folder, "status", "mine", "--json").stdout)
     assert (found["state"], found["exit_code"], found["step"]) == ("COMPLETED", 0, 2)
     assert run(folder, "status", str(folder / "runs" / "mine")).stdout.startswith("run ")
     assert "step 2/2" in run(folder, "logs", "mine").stdout
-    lines = [json.loads(line) for line in run(folder, "logs", "mine", "--node", "1", "--json").stdout.splitlines()]
-    assert {Path(line["file"]).name for line in lines} <= {"node1.log", "node1-rank1.log"}
+    lines = [json.loads(line) for line in run(folder, "logs", "mine", "--node", "0", "--json").stdout.splitlines()]
+    assert {Path(line["file"]).name for line in lines} <= {"node0.log", "node0-rank0.log"}
     assert "has no job to stop: its state is COMPLETED" in run(folder, "stop", "mine").stdout
     assert "no job to cancel: its state is COMPLETED" in run(folder, "cancel", "mine").stdout
     again = run(folder, *SFT, "--job-name", "mine", *steps)

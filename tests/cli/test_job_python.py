@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.helpers import make_tiny_model
+from tests.marks import long
 
 HEAVY = ("torch", "transformers", "safetensors", "tokenizers", "datasets", "pyarrow", "ray", "vllm")
 ROOT = Path(__file__).parents[2]
@@ -45,7 +46,7 @@ def on_login_node(folder: Path, *words: str, python: str | None) -> subprocess.C
     ("words", "shown"),
     [
         (("data", "check", "data.jsonl", "--model", "model"), "2 of them carry loss"),
-        (("chat", "model"), ""),
+        long(("chat", "model"), ""),
     ],
 )
 def test_a_command_that_needs_torch_runs_in_the_python_of_jobs(

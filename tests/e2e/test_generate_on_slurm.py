@@ -1,4 +1,4 @@
-"""Generation on a real Slurm: two nodes, stopped and resumed; then a selection and an evaluation as jobs."""
+"""Generation on a real Slurm: two nodes, stopped and resumed; a selection and an evaluation as jobs."""
 
 from __future__ import annotations
 
@@ -93,8 +93,8 @@ def test_generated_on_two_nodes_stopped_and_resumed(workspace: Workspace) -> Non
     assert {name.split("-")[0] for name in logs} == {"node0", "node1"}
 
 
-def test_responses_are_selected_and_a_model_is_evaluated(workspace: Workspace) -> None:
-    """Both are jobs. They read what the test above has generated."""
+def test_responses_are_selected(workspace: Workspace) -> None:
+    """As a job, which reads what the test above has generated."""
     rows = read(workspace.folder / "runs" / "many" / "responses.jsonl")
     options = ["select.responses=runs/many/responses.jsonl", "select.method=pairs"]
     workspace.ok("submit", "select", "--mem", "2G", "--job-name", "pairs", "--wait", *options)
@@ -106,10 +106,15 @@ def test_responses_are_selected_and_a_model_is_evaluated(workspace: Workspace) -
     workspace.ok("data", "select", "runs/many/responses.jsonl", "--pairs", "--output", "pairs.jsonl")
     assert read(workspace.folder / "pairs.jsonl") == pairs
 
+
+@pytest.mark.long
+def test_a_model_is_evaluated(workspace: Workspace) -> None:
+    (workspace.folder / "go").touch()
     words = [word for word in OPTIONS if not word.startswith(("model.path", "data.files"))]
     shown = workspace.ok("eval", "model", "data=prompts.jsonl", "--mem", "4G", "--job-name", "scores", "--wait", *words)
     (data,) = json.loads((workspace.folder / "runs" / "scores" / "eval.json").read_text())["data"]
-    values = [row["score"] for row in rows if row["score"] is not None]
+    responses = read(workspace.folder / "runs" / "scores" / "responses.jsonl")
+    values = [row["score"] for row in responses if row["score"] is not None]
     assert data["metrics"]["score"]["value"] == pytest.approx(sum(values) / len(values))
     assert data["failed"] == N and data["metrics"][f"pass@{N}"]["prompts"] == PROMPTS - 1
     assert f"{data['metrics']['pass@1']['value']:.3f} [" in shown

@@ -155,6 +155,7 @@ def test_what_dies_ends_the_job_on_all_nodes(workspace: Workspace, slurm_cluster
         check_reason_comes_first(log, reason)
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("nothing_left")
 def test_a_cancelled_job_leaves_nothing(workspace: Workspace, slurm_cluster: Cluster) -> None:
     start_waiting(workspace, "cancelled")

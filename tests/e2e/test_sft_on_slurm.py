@@ -78,7 +78,7 @@ def edit_steps(workspace: Workspace, run: str, steps: int) -> None:
 
 
 def test_script_and_settings_edited_by_hand_train_by_plain_sbatch(workspace: Workspace, slurm_cluster: Cluster) -> None:
-    script = workspace.ok("render", "sft", "--nodes", "2", "--job-name", "by-hand", *QUICK, STEPS)
+    script = workspace.ok("render", "sft", "--job-name", "by-hand", *QUICK, STEPS)
     (workspace.folder / "my.sbatch").write_text(script.replace("cpus-per-task=1", "cpus-per-task=2"))
     edit_steps(workspace, "by-hand", 3)
     sbatch = ["sbatch", "--parsable", str(workspace.folder / "my.sbatch")]

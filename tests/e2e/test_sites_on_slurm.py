@@ -79,6 +79,7 @@ def test_the_doctor_finds_nothing_wrong(workspace: Workspace, cluster: Cluster) 
         assert not [check for check in checks if check["level"] == "problem"]
 
 
+@pytest.mark.long
 def test_two_nodes_train(workspace: Workspace, cluster: Cluster) -> None:
     for kind in TRAINED[variant_of(cluster)]:
         workspace.ok("submit", kind, "--nodes", "2", "--wait", "--job-name", kind, *OPTIONS[kind])

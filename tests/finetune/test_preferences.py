@@ -36,6 +36,7 @@ from hpc_rl.training.parallel.distributed import World
 from hpc_rl.training.perf import Clock
 from tests.finetune.jobs import ALONE, run_here, run_job, run_several, series
 from tests.helpers import make_tiny_model
+from tests.marks import long
 from tests.tracking.runs import plot_titles
 
 LABELS = ["algorithm.loss=kto", "data.label_key=label"]
@@ -60,6 +61,8 @@ METRICS_OF_HEADS = [
 ]
 WHOLE = ("sigmoid", "kto", "pairs", "heads")
 """Losses of which whole runs are compared; of the others, two steps."""
+OFTEN = ("sigmoid", "heads")
+"""Those of which whole runs on two ranks are compared in each run of the tests; of the others, two steps."""
 TWO_RANKS = [
     [],
     ["trainer.sharding=none", "trainer.packing=false"],
@@ -67,6 +70,8 @@ TWO_RANKS = [
 ]
 SHORT = ["trainer.total_training_steps=2", "trainer.test_freq=0"]
 SHORT_SPLIT = [*SHORT, "trainer.micro_tokens=512"]
+LIVE = ["ref.precompute_logprobs=false", "trainer.sharding=gradients"]
+SHORT_SPLITS = {"kto": [SHORT_SPLIT, [*SHORT, *LIVE]]}
 SPLITS = {
     "packed": [],
     "unpacked": ["trainer.packing=false", "model.enable_gradient_checkpointing=true"],
@@ -179,9 +184,18 @@ def plain_rm(name: str, model: Any, batch: list[Any]) -> torch.Tensor:
     return total / len(batch)
 
 
-@pytest.mark.parametrize(("kind", "name"), CASES, ids=[f"{kind} {name}" for kind, name in CASES])
-def test_loss_and_gradients_equal_those_of_a_plain_loop(folder: Path, tmp_path: Path, kind: str, name: str) -> None:
-    for split, more in SPLITS.items():
+@pytest.mark.parametrize(
+    ("kind", "name", "splits"),
+    [
+        *((kind, name, list(SPLITS) if name in OFTEN else ["many micro-batches"]) for kind, name in CASES),
+        *(long(kind, name, ["packed", "unpacked"]) for kind, name in CASES if name not in OFTEN),
+    ],
+)
+def test_loss_and_gradients_equal_those_of_a_plain_loop(
+    folder: Path, tmp_path: Path, kind: str, name: str, splits: list[str]
+) -> None:
+    for split in splits:
+        more = SPLITS[split]
         config = config_of(kind, [*overrides(folder, kind, name), *more])
         state = load(config, RunDir(tmp_path / split), ALONE)
         torch.manual_seed(1)
@@ -227,16 +241,25 @@ def uninterrupted(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> dic
     return runs
 
 
-@pytest.fixture(scope="module")
-def two_ranks(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Path]]:
-    """All runs of two ranks by their loss, in the same two processes."""
-    place = tmp_path_factory.mktemp("two")
-    splits = [(name, more) for _, name in CASES for more in (TWO_RANKS if name in WHOLE else [SHORT_SPLIT])]
-    splits += [(name, ["ref.precompute_logprobs=false", "trainer.sharding=gradients"]) for name in ("sigmoid", "kto")]
+def run_on_two_ranks(folder: Path, place: Path, splits: list[tuple[str, list[str]]]) -> dict[str, list[Path]]:
+    """All runs by their loss, in the same two processes."""
     runs = [(run_of(folder, name), place / str(number), more) for number, (name, more) in enumerate(splits)]
     results = run_several(runs, ranks=2, timeout=1500)
     assert [code for code, _, _ in results] == [0, 0], results
-    return {name: [run[1] for run, (own, _) in zip(runs, splits, strict=True) if own == name] for _, name in CASES}
+    return {own: [run[1] for run, (name, _) in zip(runs, splits, strict=True) if name == own] for own, _ in splits}
+
+
+def splits_of(name: str) -> list[tuple[str, list[str]]]:
+    """How whole runs of a loss are divided."""
+    live = [LIVE] if name in ("sigmoid", "kto") else []
+    return [(name, more) for more in [*TWO_RANKS, *live]]
+
+
+@pytest.fixture(scope="module")
+def two_ranks(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Path]]:
+    short = [(name, more) for _, name in CASES if name not in OFTEN for more in SHORT_SPLITS.get(name, [SHORT_SPLIT])]
+    whole = [one for name in OFTEN for one in splits_of(name)]
+    return run_on_two_ranks(folder, tmp_path_factory.mktemp("two"), [*whole, *short])
 
 
 def same_as(expected: Path, found: Path) -> None:
@@ -253,14 +276,21 @@ def same_as(expected: Path, found: Path) -> None:
         assert series(found, name) == pytest.approx(series(expected, name), abs=1e-4), name
 
 
-@pytest.mark.parametrize("name", WHOLE)
+@pytest.mark.parametrize("name", OFTEN)
 def test_two_ranks(uninterrupted: dict[str, Path], two_ranks: dict[str, list[Path]], name: str) -> None:
     assert len(two_ranks[name]) == (3 if name in RM else 4)
     for run in two_ranks[name]:
         same_as(uninterrupted[name], run)
 
 
-@pytest.mark.parametrize("name", [name for _, name in CASES if name not in WHOLE])
+@pytest.mark.long
+@pytest.mark.parametrize("name", [name for name in WHOLE if name not in OFTEN])
+def test_two_ranks_of_other_losses(folder: Path, tmp_path: Path, uninterrupted: dict[str, Path], name: str) -> None:
+    for run in run_on_two_ranks(folder, tmp_path, splits_of(name))[name]:
+        same_as(uninterrupted[name], run)
+
+
+@pytest.mark.parametrize("name", [name for _, name in CASES if name not in OFTEN])
 def test_two_ranks_of_every_other_loss(
     folder: Path, tmp_path: Path, two_ranks: dict[str, list[Path]], name: str
 ) -> None:
@@ -269,7 +299,8 @@ def test_two_ranks_of_every_other_loss(
     for metric in ("train/loss", "train/grad_norm"):
         expected = series(tmp_path, metric)
         assert len(expected) == 2 and all(expected)
-        assert series(two_ranks[name][0], metric) == pytest.approx(expected, rel=1e-4, abs=1e-4), metric
+        for run in two_ranks[name]:
+            assert series(run, metric) == pytest.approx(expected, rel=1e-4, abs=1e-4), metric
 
 
 @pytest.mark.parametrize(

@@ -21,6 +21,7 @@ from hpc_rl.training.checkpoints import checkpoint, folders, model_state
 from hpc_rl.training.models.attention.packed_batch import PackedBatch
 from hpc_rl.training.models.causal_lm import CausalLM
 from tests.finetune.jobs import ask_at, run_here, run_job, run_stopped, series
+from tests.marks import long
 from tests.small_disk import await_folder, needs_root, small_disk
 
 SPLIT = "trainer.packing=false"
@@ -196,7 +197,7 @@ def test_contents_that_cannot_be_read_are_skipped_too(
     same_as(uninterrupted, copy)
 
 
-@pytest.mark.parametrize("file", [".metadata", "hf/config.json", "checksums.json"])
+@pytest.mark.parametrize("file", [long(".metadata"), "hf/config.json", long("checksums.json")])
 def test_every_damaged_file_is_found(
     sft_config: list[str], copy: Path, uninterrupted: Path, capsys: pytest.CaptureFixture[str], file: str
 ) -> None:

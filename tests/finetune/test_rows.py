@@ -16,6 +16,7 @@ from hpc_rl.training.checkpoints.folders import numbered, read_progress
 from tests.finetune import pretended
 from tests.finetune.jobs import arguments, run_here, series, spawn
 from tests.finetune.pretended import memory
+from tests.marks import long
 
 SHORT = "data.max_length=128"
 AUTO = "trainer.micro_tokens=auto"
@@ -55,7 +56,7 @@ def recorded(run_dir: Path) -> dict[str, int] | None:
     return read_progress(numbered(run_dir / "checkpoints")[0][1]).micro_tokens
 
 
-@pytest.mark.parametrize("tokens", ["128", "200", "4096", "auto"])
+@pytest.mark.parametrize("tokens", [long("128"), "200", long("4096"), "auto"])
 def test_any_number_gives_the_same_losses(sft_config: list[str], tmp_path: Path, fixed: Path, tokens: str) -> None:
     assert run_here(sft_config, tmp_path, SHORT, f"trainer.micro_tokens={tokens}") == 0
     same(tmp_path, fixed)

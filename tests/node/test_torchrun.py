@@ -15,6 +15,7 @@ from hpc_rl.node.torchrun import parse, process_environment, torchrun_command
 from hpc_rl.run_dir import read_outcome
 from hpc_rl.slurm.allocation import Allocation
 from hpc_rl.software import jit_caches
+from tests.marks import long
 
 DEADLINE_S = 600
 SCRATCH = Path("/tmp/scratch")
@@ -161,7 +162,7 @@ print(os.environ["TORCHELASTIC_RUN_ID"], os.environ["GROUP_RANK"], os.environ["L
     assert entry.run(program) == (0, "7.0 0 2\n", "")
 
 
-@pytest.mark.parametrize(("code", "left"), [(3, 3), (75, 0)])
+@pytest.mark.parametrize(("code", "left"), [(3, 3), long(75, 0)])
 def test_the_ranks_exit_code_is_the_jobs(entry: Entry, code: int, left: int) -> None:
     """srun, which takes other codes than 0 as failures, sees none if the ranks have saved and stopped."""
     assert entry.run(f"raise SystemExit({code})")[0] == left

@@ -64,8 +64,12 @@ def test_a_conversation_from_a_pipe(folder: Path) -> None:
     assert code == 0, errors
     assert 3 < len(shown) < 20 and shown[0] == shown[1] == shown[-1]
     assert "exceed the model's 64 positions" in errors
-    code, alone, _ = say(folder, ["one"], *options)
-    assert (code, alone) == (0, shown[:1]), "the end of the input ends the chat"
+
+
+@pytest.mark.long
+def test_the_end_of_the_input_ends_the_chat(folder: Path) -> None:
+    code, alone, errors = say(folder, ["one"], "sft-1", "--temperature", "0", "--max-tokens", "4")
+    assert code == 0 and len(alone) == 1, errors
 
 
 def test_a_token_that_ends_an_answer_is_not_shown(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.marks import long
 from tests.sandbox import cgroups, config, network, state
 from tests.sandbox.__main__ import main
 from tests.sandbox.cluster import Cluster, missing
@@ -269,6 +270,7 @@ def test_accounting(accounting_cluster: Cluster) -> None:
 
 @sandbox
 @pytest.mark.slow
+@pytest.mark.long
 def test_a_node_can_fail_and_come_back(own_name: str, slurm_tree: str) -> None:
     """On a cluster of its own: after the failure, Slurm 22.05 may count a CPU of an ended job as used."""
     with Cluster(nodes=2, cpus=1, memory_mb=2000, name=own_name, tree=slurm_tree) as cluster:
@@ -352,7 +354,9 @@ def test_up_and_down_leave_nothing(own_name: str) -> None:
 
 @sandbox
 @pytest.mark.slow
-@pytest.mark.parametrize("moment", ["sandbox.json", "machines/ctl", "machines/node2", "log/slurmd.node2.log"])
+@pytest.mark.parametrize(
+    "moment", [long("sandbox.json"), long("machines/ctl"), long("machines/node2"), "log/slurmd.node2.log"]
+)
 def test_a_killed_launcher_takes_its_cluster_along(own_name: str, moment: str) -> None:
     make = (
         f"import signal; from tests.sandbox.cluster import Cluster; Cluster(2, name='{own_name}').up(); signal.pause()"
@@ -374,12 +378,13 @@ def test_a_killed_launcher_takes_its_cluster_along(own_name: str, moment: str) -
 
 @sandbox
 @pytest.mark.slow
+@pytest.mark.long
 def test_two_clusters_at_once_and_one_poses_as_large(slurm_cluster: Cluster) -> None:
     with Cluster(1, name=f"second-{os.getpid()}", cpus=64, memory_mb=999000) as second:
         assert second.run(["srun", "hostname"], check=True).stdout == "node1\n"
         assert second.run(["srun", "--cpus-per-task=64", "sh", "-c", "echo $SLURM_CPUS_ON_NODE"]).stdout == "64\n"
-        long = submit(second, "sleep 60")
-        assert second.wait_job(long, states={"RUNNING"}) == "RUNNING"
+        sleeps = submit(second, "sleep 60")
+        assert second.wait_job(sleeps, states={"RUNNING"}) == "RUNNING"
         assert slurm_cluster.run(["srun", "--nodes=3", "true"]).returncode == 0
         assert second.node_states() == {"node1": "mixed"}
     assert not traces(second.name)

@@ -40,11 +40,11 @@ LORA = ("model.lora.rank=32", "model.dtype=bfloat16")
 FEW_LAYERS = 5
 
 
-def case(kind: str, shape: Any, ranks: int, micro_tokens: int, *options: str, small: bool = False) -> Any:
+def case(kind: str, shape: Any, ranks: int, micro_tokens: int, *options: str, small: str = "") -> Any:
     """Return a parameter of the test: a kind, and a job with a batch that fills its micro-batches.
 
     Args:
-        small: whether it is also simulated with few layers in each run of the tests.
+        small: when it is also simulated with few layers: "often" in each run of the tests, "long" in `make test-long`.
     """
     name = "-".join([kind, shape, f"{ranks}gpus", str(micro_tokens), *(word.split("=")[-1] for word in options)])
     filled = (*options, "data.train_batch_size=4096")
@@ -53,7 +53,7 @@ def case(kind: str, shape: Any, ranks: int, micro_tokens: int, *options: str, sm
 
 
 CASES = [
-    case("sft", "0.5B", 1, 8192, small=True),
+    case("sft", "0.5B", 1, 8192, small="often"),
     case("sft", "0.5B", 2, 4096, "model.dtype=bfloat16"),
     case("sft", "0.5B", 8, 2048, KEEP),
     case("sft", "0.5B", 4, 8192, *LORA),
@@ -65,43 +65,43 @@ CASES = [
     case("sft", "Qwen3-0.6B", 4, 8192, *LORA, KEEP),
     case("sft", "1.5B", 8, 16384),
     case("sft", "1.5B", 4, 8192, "trainer.sharding=none"),
-    case("sft", "1.5B", 4, 8192, *LORA, KEEP, small=True),
+    case("sft", "1.5B", 4, 8192, *LORA, KEEP, small="often"),
     case("sft", "1.5B", 16, 4096, KEEP),
     case("sft", "7B", 1, 4096, *LORA),
     case("sft", "7B", 8, 4096),
     case("sft", "7B", 8, 16384),
     case("sft", "7B", 8, 8192, KEEP),
-    case("sft", "7B", 8, 16384, "trainer.sharding=gradients", small=True),
+    case("sft", "7B", 8, 16384, "trainer.sharding=gradients", small="long"),
     case("sft", "7B", 16, 16384),
-    case("sft", "7B", 8, 8192, HALF, small=True),
-    case("sft", "7B", 8, 32768, HOST_INPUTS, small=True),
-    case("sft", "7B", 8, 4096, "trainer.offload=optimizer", small=True),
+    case("sft", "7B", 8, 8192, HALF, small="often"),
+    case("sft", "7B", 8, 32768, HOST_INPUTS, small="often"),
+    case("sft", "7B", 8, 4096, "trainer.offload=optimizer", small="often"),
     case("sft", "1.5B", 1, 8192, "trainer.offload=optimizer"),
-    case("sft", "7B", 8, 4096, "optim.moments=8bit", small=True),
+    case("sft", "7B", 8, 4096, "optim.moments=8bit", small="often"),
     case("sft", "1.5B", 1, 8192, "optim.moments=8bit", "model.dtype=bfloat16"),
-    case("sft", "7B", 8, 16384, "trainer.sequence_parallel=4", small=True),
+    case("sft", "7B", 8, 16384, "trainer.sequence_parallel=4", small="long"),
     case("sft", "7B", 8, 4096, KEEP, "trainer.sequence_parallel=2"),
     case("sft", "14B", 8, 8192),
     case("sft", "14B", 32, 16384, KEEP),
     case("sft", "32B", 64, 8192),
     case("sft", "32B", 16, 4096, *LORA),
-    case("dpo", "0.5B", 1, 4096, small=True),
+    case("dpo", "0.5B", 1, 4096, small="often"),
     case("dpo", "1.5B", 8, 8192, KEEP),
     case("dpo", "7B", 8, 8192),
     case("dpo", "7B", 4, 4096, *LORA),
     case("dpo", "14B", 16, 8192),
     case("dpo", "32B", 64, 4096),
     case("ppo", "0.5B", 8, 16384, *KL),
-    case("ppo", "0.5B", 1, 4096, *KL, small=True),
+    case("ppo", "0.5B", 1, 4096, *KL, small="often"),
     case("ppo", "0.5B", 1, 4096, *KL, "trainer.offload=all"),
     case("ppo", "1.5B", 1, 8192, *GRPO),
     case("ppo", "1.5B", 8, 16384, *KL, KEEP),
     case("ppo", "7B", 8, 16384, *KL),
-    case("ppo", "7B", 4, 8192, *GRPO, *LORA, small=True),
+    case("ppo", "7B", 4, 8192, *GRPO, *LORA, small="long"),
     case("ppo", "7B", 16, 16384, *GRPO),
     case("ppo", "7B", 8, 8192, *GRPO, HALF),
-    case("ppo", "1.5B", 8, 16384, *KL, HOST_INPUTS, small=True),
-    case("ppo", "7B", 4, 8192, *KL, "trainer.offload=all", small=True),
+    case("ppo", "1.5B", 8, 16384, *KL, HOST_INPUTS, small="long"),
+    case("ppo", "7B", 4, 8192, *KL, "trainer.offload=all", small="long"),
     case("ppo", "1.5B", 1, 8192, *GRPO, "trainer.offload=all"),
     case("ppo", "14B", 16, 8192, *KL),
     case("ppo", "32B", 32, 8192, *GRPO),
@@ -130,12 +130,19 @@ CASES = [
 @pytest.mark.large
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_plan_is_close_to_the_traced_peaks(kind: str, job: Job, _: bool) -> None:
+def test_plan_is_close_to_the_traced_peaks(kind: str, job: Job, _: str) -> None:
     compare(kind, job)
 
 
-@pytest.mark.parametrize(("kind", "job", "_"), [one for one in CASES if one.values[2]])
-def test_plan_is_close_with_few_layers(kind: str, job: Job, _: bool) -> None:
+@pytest.mark.parametrize(
+    ("kind", "job", "small"),
+    [
+        pytest.param(*one.values, id=one.id, marks=[pytest.mark.long] if one.values[2] == "long" else [])
+        for one in CASES
+        if one.values[2]
+    ],
+)
+def test_plan_is_close_with_few_layers(kind: str, job: Job, small: str) -> None:
     """What is outside of the layers, and what exists once per step, has more weight."""
     compare(kind, replace(job, layers=FEW_LAYERS))
 

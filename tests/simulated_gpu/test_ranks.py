@@ -57,6 +57,7 @@ def wait_elsewhere(world: World) -> None:
     dist.all_reduce(torch.ones(3))
 
 
+@pytest.mark.long
 def test_a_rank_that_waits_elsewhere_is_named_at_the_deadline() -> None:
     with pytest.raises(NotArrived, match=r"after 15 s, ranks 0, 1 .* rank 0 did not come to .* rank 1 wait"):
         run_ranks(wait_elsewhere, 2, deadline_s=15)

@@ -27,6 +27,7 @@ from hpc_rl.training.parallel.distributed import World
 from hpc_rl.training.parallel.offload import ModelOffload
 from hpc_rl.training.parallel.sharding import begin_micro_batch, own_part
 from tests.helpers import make_tiny_model, write_chats
+from tests.marks import long
 from tests.simulated_gpu.ranks import Rank, run_ranks
 from tests.simulated_gpu.record import Call, Collective, note
 
@@ -36,7 +37,6 @@ LAYOUTS = {
     "hybrid": ["trainer.sharding=hybrid", "trainer.offload=optimizer"],
     "gradients, two share rows": ["trainer.sharding=gradients", "trainer.sequence_parallel=2"],
     "none": ["trainer.sharding=none", "trainer.save_async=false"],
-    "full, four share rows": ["trainer.sharding=full", "trainer.sequence_parallel=4"],
 }
 RESUMED = {4: ("full", "hybrid"), 1: ("gradients, two share rows", "none")}
 """Runs of which another number of ranks takes the second step again."""
@@ -158,7 +158,15 @@ def test_gathers_and_reductions_are_on_streams_of_their_own(trained_runs: Traine
     assert stream not in {one for one, _ in trained_runs.streams("hybrid", "all_gather_single", WEIGHTS)}
 
 
-@pytest.mark.parametrize("count", RESUMED)
+@pytest.mark.long
+def test_eight_ranks_of_which_four_share_rows_equal_one(trained_runs: Trained, tmp_path: Path) -> None:
+    runs = [(tmp_path / "four", ["trainer.sharding=full", "trainer.sequence_parallel=4"])]
+    ranks = run_ranks(trained, 8, trained_runs.base, runs, nodes=2, device="cuda")
+    assert [rank.value for rank in ranks] == [[0]] * 8
+    assert_same(trained_runs.folder / "one", tmp_path / "four")
+
+
+@pytest.mark.parametrize("count", [long(4), 1])
 def test_other_ranks_resume_from_a_checkpoint(trained_runs: Trained, count: int, tmp_path: Path) -> None:
     """From the first of two checkpoints, which was written while the second step computed."""
     runs = []

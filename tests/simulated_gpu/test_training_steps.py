@@ -46,9 +46,9 @@ def every_role() -> dict[str, Phase]:
         (SMALL, "full", 8),
         long(SMALL, "auto", 8),
         (SMALL, "gradients", 8),
-        (SMALL, "none", 1),
+        long(SMALL, "none", 1),
         long(TWO_NODES, "full", 16),
-        (TWO_NODES, "hybrid", 8),
+        long(TWO_NODES, "hybrid", 8),
         (TWO_NODES, "auto", 8),
     ],
 )
@@ -78,7 +78,7 @@ def test_memory_and_traffic_of_each_sharding(job: Job, sharding: str, shards: in
 
 @pytest.mark.parametrize(
     ("ranks", "sharding", "once"),
-    [(1, "auto", True), (8, "gradients", True), long(8, "none", True), (8, "full", False), long(1, "full", False)],
+    [long(1, "auto", True), (8, "gradients", True), long(8, "none", True), (8, "full", False), long(1, "full", False)],
 )
 def test_weights_are_converted_once_per_step(ranks: int, sharding: str, once: bool) -> None:
     job, option = replace(SMALL, ranks=ranks, gpus_per_node=ranks), f"trainer.sharding={sharding}"

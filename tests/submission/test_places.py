@@ -21,6 +21,7 @@ from hpc_rl.submission.series import sweep
 from hpc_rl.submission.series.after import After
 from tests import helpers
 from tests.fake_slurm import calls, environment, fake_slurm
+from tests.marks import long
 
 PROGRAM = ("trainer.device=cpu", "--", "train.py")
 HpcRl = Callable[..., subprocess.CompletedProcess[str]]
@@ -49,7 +50,7 @@ def asked(folder: Path, since: int) -> dict[str, list[str]]:
     return found
 
 
-@pytest.mark.parametrize("variable", ["SLURM_CLUSTERS", "SBATCH_CLUSTERS"])
+@pytest.mark.parametrize("variable", [long("SLURM_CLUSTERS"), "SBATCH_CLUSTERS"])
 def test_the_cluster_of_a_variable_is_that_of_the_job_for_ever(tmp_path: Path, slurm: Path, variable: str) -> None:
     (slurm / "sbatch.text").write_text("7;foo\n")
     done = hpc_rl("submit", "torchrun", "--job-name", "mine", *PROGRAM, **{variable: "foo", "SLURM_JWT": "token"})
@@ -157,7 +158,9 @@ def test_the_id_is_that_of_the_line_in_which_sbatch_states_it(printed: str, expe
     assert submitted(printed) == expected
 
 
-@pytest.mark.parametrize("printed", ["", "all jobs 99 fine\n", "99\n12\n", "Submitted batch job 12 times\n"])
+@pytest.mark.parametrize(
+    "printed", ["", long("all jobs 99 fine\n"), "99\n12\n", long("Submitted batch job 12 times\n")]
+)
 def test_without_one_answer_nothing_is_cancelled(tmp_path: Path, slurm: Path, printed: str) -> None:
     (slurm / "sbatch.text").write_text(printed)
     done = hpc_rl("submit", "torchrun", *PROGRAM)

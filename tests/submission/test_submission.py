@@ -22,6 +22,7 @@ from hpc_rl.submission.requeue import requeue
 from hpc_rl.submission.series import chain
 from tests.fake_slurm import calls, fake_slurm
 from tests.helpers import hpc_rl, make_tiny_model
+from tests.marks import long
 from tests.small_disk import needs_root, small_disk
 
 PROGRAM = ("trainer.device=cpu", "--", "train.py")
@@ -294,7 +295,7 @@ def listing(slurm: Path) -> Path:
     return slurm
 
 
-@pytest.mark.parametrize("command", [("submit", "torchrun"), ("sweep", "torchrun", "slurm.env.LR=1,2,3")])
+@pytest.mark.parametrize("command", [long(("submit", "torchrun")), ("sweep", "torchrun", "slurm.env.LR=1,2,3")])
 def test_the_nodes_are_listed_once(tmp_path: Path, listing: Path, command: Sequence[str]) -> None:
     hpc_rl(*command, "--", "train.py", check=True)
     assert [call.split()[0] for call in calls(tmp_path)].count("sinfo") == 1

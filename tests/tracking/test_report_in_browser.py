@@ -16,6 +16,7 @@ from hpc_rl.tracking.recorded import read_run
 from hpc_rl.tracking.summary import RESULTS, SPEEDS
 from hpc_rl.tracking.timeline import PHASES
 from tests.browser import TIMEOUT_S, Browser, missing
+from tests.marks import long
 from tests.tracking.runs import HOSTILE, PPO, SFT, make_run
 
 EXPECTED = Expected("update", 70.0, 80.0, 61.5, [], step_s=(12.0, 31.0))
@@ -49,8 +50,7 @@ def sweep(tmp_path: Path) -> Path:
     return write_page(recorded, tmp_path / "sweep.html")
 
 
-@pytest.mark.parametrize("dark", [False, True])
-@pytest.mark.parametrize("width", [360, 1280])
+@pytest.mark.parametrize(("width", "dark"), [(360, True), (1280, False), long(360, False), long(1280, True)])
 def test_it_renders(browser: Browser, page: Path, comparison: Path, sweep: Path, width: int, dark: bool) -> None:
     for path, figures in ((page, 14), (comparison, 10), (sweep, 14)):
         browser.show(path, width, dark=dark)

@@ -36,6 +36,7 @@ from hpc_rl.data.reading.windows import WindowLog, WindowReader, read_log, rows_
 from hpc_rl.errors import RunError, UserError
 from hpc_rl.system.worker_process import ProcessLost
 from tests.data.hub_server import COMMIT, HubServer, hub_server
+from tests.marks import long
 
 SHARD, SHARDS = 200, 3
 """Rows of a file of me/Lines, and its files."""
@@ -174,7 +175,7 @@ def test_a_hub_that_does_not_answer_is_given_up(
     one.close()
 
 
-@pytest.mark.parametrize("commit", [None, COMMIT])
+@pytest.mark.parametrize("commit", [long(None), COMMIT])
 def test_a_hub_that_has_answered_gets_more_time(
     hub: HubServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, commit: str | None
 ) -> None:

@@ -20,12 +20,15 @@ from typing import Any
 
 import pytest
 import ray
+from ray.exceptions import RayActorError
 
 from hpc_rl.config.compose import compose
 from hpc_rl.config.rl.ppo import PpoConfig
 from hpc_rl.rl.actors.pools import release_pools
 from hpc_rl.rl.loop import setup, trainer
 from hpc_rl.rl.loop.state import PpoState
+from hpc_rl.rl.rollout import rollout
+from hpc_rl.rl.rollout.engine_process import EngineProcess
 from hpc_rl.rl.workers import group
 from hpc_rl.rl.workers.worker import Worker
 from hpc_rl.run_dir import RunDir
@@ -49,6 +52,7 @@ class Hosts:
     """
 
     def __init__(self) -> None:
+        self.engines = EngineHosts()
         self._all: dict[tuple[int, int], list[Any]] = {}
         self._taken: Counter[tuple[int, int]] = Counter()
 
@@ -65,8 +69,44 @@ class Hosts:
             hosts[number].__ray_call__.remote(begin_anew, config, pool, rank, size, *rest)
         return hosts[number]
 
+    def stand_in(self, patch: pytest.MonkeyPatch) -> None:
+        """Let runs take these processes."""
+        patch.setattr(group, "ray", SimpleNamespace(remote=lambda _: self))
+        patch.setattr(rollout, "ray", SimpleNamespace(remote=lambda _: self.engines))
+
     def all_free(self) -> None:
         self._taken.clear()
+        self.engines.all_free()
+
+
+class EngineHosts:
+    """Stands for `ray.remote(EngineProcess)`: an engine without variables of its own takes over a process too."""
+
+    def __init__(self) -> None:
+        self._free: list[Any] = []
+        self._taken: list[Any] = []
+
+    def options(self, **given: Any) -> Any:
+        created = ray.remote(EngineProcess).options(**given) if "runtime_env" in given else self
+        return SimpleNamespace(remote=created.remote)
+
+    def remote(self, *arguments: Any) -> Any:
+        while self._free:
+            actor = self._free.pop(0)
+            try:
+                begun = actor.__ray_call__.remote(lambda engine, *rest: engine.__init__(*rest), *arguments)
+                ray.get(begun, timeout=TIMEOUT_S)
+                break
+            except RayActorError:
+                continue  # a test has killed it
+        else:
+            actor = ray.remote(num_cpus=0)(EngineProcess).remote(*arguments)
+        self._taken.append(actor)
+        return actor
+
+    def all_free(self) -> None:
+        self._free += self._taken
+        self._taken = []
 
 
 def begin_anew(worker: Worker, *arguments: Any) -> None:
@@ -99,7 +139,7 @@ class Runs:
         run, logs = RunDir(run_dir), run_dir / "attempt-1"
         self._hosts.all_free()
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(group, "ray", SimpleNamespace(remote=lambda _: self._hosts))
+            self._hosts.stand_in(patch)
             try:
                 state = setup.set_up(ppo(*self.base, *overrides), run, logs)
                 try:

@@ -8,6 +8,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests.rl.runs import devices_seen
 
 TIMEOUT_S = 600
@@ -20,6 +22,7 @@ NONE = {
 }
 
 
+@pytest.mark.long
 def test_a_process_sees_its_own_gpus_and_no_others(tmp_path: Path) -> None:
     """The job has GPUs 4 and 5 of its node."""
     own = {name: value for name, value in os.environ.items() if not name.startswith(("RAY_", "HPC_RL_"))}

@@ -6,7 +6,6 @@ import base64
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -26,7 +25,6 @@ from hpc_rl.rl.generation.responses import Parts, read_responses
 from hpc_rl.rl.generation.run import run_generation
 from hpc_rl.rl.loop.scoring import ModelScoring
 from hpc_rl.rl.rollout.engine import Completion
-from hpc_rl.rl.workers import group
 from hpc_rl.run_dir import RunDir
 from tests.helpers import make_tiny_model
 from tests.rl.runs.jobs import Hosts, metrics, stop_after
@@ -59,7 +57,7 @@ class Generations:
         logs.mkdir(parents=True)
         self._hosts.all_free()
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(group, "ray", SimpleNamespace(remote=lambda _: self._hosts))
+            self._hosts.stand_in(patch)
             try:
                 return run_generation(config, RunDir(run_dir), logs)
             finally:
@@ -247,6 +245,7 @@ def test_several_outputs_need_weights(generation: Generations, tmp_path: Path) -
         generation(tmp_path / "with", "reward.weights=[1,0.5]")
 
 
+@pytest.mark.long
 def test_a_model_without_a_trained_head_is_refused(generation: Generations, tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"reward\.model .* has no trained head 'score'"):
         generation(tmp_path, f"reward.model={generation.model}")

@@ -74,8 +74,16 @@ def client(server: Server) -> Iterator[Client]:
     ids=["grpo", "shuffle", "gae", "pools", "lora", "sequence parallel"],
 )
 def test_every_metric_is_equal_bit_for_bit(run: Runs, tmp_path: Path, options: tuple[str, ...]) -> None:
+    """Nothing is left in the queue after the steps, nor of its processes after the run."""
     assert run(tmp_path / "ray", *options) == 0
-    assert run(tmp_path / "queue", *options, QUEUE) == 0
+    with run.state(tmp_path / "queue", *options, QUEUE) as state:
+        assert isinstance(state.carrier, TransferQueueCarrier)
+        actors = list(state.carrier._server._actors)
+        assert trainer.train(state) == 0
+        assert partitions(state.carrier._client) == []
+    for actor in actors:
+        with pytest.raises(ray.exceptions.RayActorError):
+            ray.get(actor.get_zmq_server_info.remote(), timeout=600)
     assert metrics(tmp_path / "queue") == metrics(tmp_path / "ray")
     assert len(metrics(tmp_path / "queue")) >= 2
 
@@ -96,17 +104,6 @@ def test_a_stopped_run_resumes_with_the_same_numbers(
 
 def partitions(client: Client) -> Any:
     return client._run(client._client.async_get_partition_list())
-
-
-def test_nothing_is_left_after_a_step_and_a_run(run: Runs, tmp_path: Path) -> None:
-    with run.state(tmp_path, "algorithm.advantage=grpo", TWO_RANKS, QUEUE) as state:
-        assert isinstance(state.carrier, TransferQueueCarrier)
-        actors = list(state.carrier._server._actors)
-        assert trainer.train(state) == 0
-        assert partitions(state.carrier._client) == []
-    for actor in actors:
-        with pytest.raises(ray.exceptions.RayActorError):
-            ray.get(actor.get_zmq_server_info.remote(), timeout=600)
 
 
 def test_rows_keep_type_order_and_every_bit(client: Client) -> None:
@@ -151,7 +148,7 @@ def test_a_missing_row_is_an_error(client: Client) -> None:
         client.get("some", np.array([0]), ["a"])
 
 
-@pytest.mark.parametrize("number, who", [(0, "controller"), (1, "storage unit at")], ids=["controller", "unit"])
+@pytest.mark.parametrize("number, who", [(0, "controller"), long(1, "storage unit at")], ids=["controller", "unit"])
 def test_a_process_that_dies_is_named(run: Runs, tmp_path: Path, number: int, who: str) -> None:
     with run.state(tmp_path, "algorithm.advantage=grpo", TWO_RANKS, QUEUE) as state:
         assert isinstance(state.carrier, TransferQueueCarrier)

@@ -169,7 +169,7 @@ def test_golden(name: str) -> None:
 )
 @example("a", "=", "b", "c")
 @example(NASTY, NASTY, NASTY.replace("\n", " ").replace("\\", "").replace("\t", " ").replace("/", ""), "a;b $c'd")
-@settings(max_examples=40, phases=QUICK)
+@settings(max_examples=25, phases=QUICK)
 def test_no_value_breaks_out_and_all_arrive(argument: str, variable: str, name: str, job_name: str) -> None:
     variable, job_name = without_variables(variable), without_variables(job_name)
     with tempfile.TemporaryDirectory() as folder:
@@ -188,7 +188,7 @@ def test_no_value_breaks_out_and_all_arrive(argument: str, variable: str, name: 
 @given(anything.filter(lambda text: text.strip() and not text.startswith("~")))  # `~name` is a home folder
 @example("1e100")
 @example(NASTY)
-@settings(max_examples=25, phases=QUICK)
+@settings(max_examples=15, phases=QUICK)
 def test_the_configuration_arrives_intact(text: str) -> None:
     text = without_variables(text)
     with tempfile.TemporaryDirectory() as folder:

@@ -206,6 +206,7 @@ def test_no_more_requests_are_sent_than_the_server_has_room_for(engine: SglangEn
     assert engine.advance(0.0, 0) == []
 
 
+@pytest.mark.long
 def test_a_request_that_is_too_long_is_refused(folder: Path) -> None:
     """The server refuses a prompt without room, and cuts off a response."""
     with started(folder, "rollout.engine_kwargs.context_length=40") as engine:

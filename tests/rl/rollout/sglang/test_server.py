@@ -52,12 +52,6 @@ def test_a_server_that_dies_ends_the_engine(folder: Path, capsys: pytest.Capture
     assert "its exit code was 7" in printed and "no space left on this planet" in printed
 
 
-def test_a_server_that_is_killed_ends_the_engine(folder: Path) -> None:
-    with started(folder) as engine:
-        engine._server._process.send_signal(signal.SIGKILL)
-        assert ended_engine(engine) == 137
-
-
 @pytest.mark.long
 def test_a_server_that_fails_ends_with_its_engine(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with started(folder, "+rollout.engine_kwargs.fails_after=2") as engine:
@@ -133,20 +127,26 @@ def test_the_server_and_its_children_end_with_an_engine_that_is_killed(folder: P
     until(lambda: not any(map(is_alive, pids)))
 
 
-def test_only_the_engine_can_use_its_server(folder: Path) -> None:
+def test_only_the_engine_can_use_its_server_and_ends_if_it_is_killed(folder: Path) -> None:
     """The arguments of a process are no secret on a node."""
     with started(folder) as engine:
-        client, log = engine._server.client, engine._server._log
-        key = client._key
-        assert log is not None
-        shown = log.read_text()
-        assert key not in shown and f"'api-key': '{'*' * len(key)}'" in shown and "ready to roll!" in shown
-        assert key is not None and len(key) > 30 and client.url.startswith("http://127.0.0.1:")
-        for other in (None, "guess"):
-            assert HttpClient(client.url, other, ProxyHandler({})).post("/flush_cache", {}, 60).status == 401
-        for process in Path("/proc").glob("[0-9]*/cmdline"):
-            with contextlib.suppress(FileNotFoundError, ProcessLookupError):
-                assert key.encode() not in process.read_bytes()
+        check_key(engine)
+        engine._server._process.send_signal(signal.SIGKILL)
+        assert ended_engine(engine) == 137
+
+
+def check_key(engine: SglangEngine) -> None:
+    client, log = engine._server.client, engine._server._log
+    key = client._key
+    assert log is not None
+    shown = log.read_text()
+    assert key not in shown and f"'api-key': '{'*' * len(key)}'" in shown and "ready to roll!" in shown
+    assert key is not None and len(key) > 30 and client.url.startswith("http://127.0.0.1:")
+    for other in (None, "guess"):
+        assert HttpClient(client.url, other, ProxyHandler({})).post("/flush_cache", {}, 60).status == 401
+    for process in Path("/proc").glob("[0-9]*/cmdline"):
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+            assert key.encode() not in process.read_bytes()
 
 
 def test_ports_are_free_and_below_the_ephemeral_range() -> None:
