@@ -30,6 +30,23 @@ _LIGER = (
     "smollm3",
 )
 """model_type of the dense models for which Liger has all three kernels; `make test-liger` compares each of them."""
+MIXERS = {
+    "bamba": "BambaMixer",
+    "falcon_h1": "FalconH1Mixer",
+    "granitemoehybrid": "GraniteMoeHybridMambaLayer",
+    "jamba": "JambaMambaMixer",
+    "lfm2": "Lfm2ShortConv",
+    "lfm2_moe": "Lfm2MoeShortConv",
+    "minimax": "MiniMaxLightningAttention",
+    "nemotron_h": "NemotronHMamba2Mixer",
+    "olmo_hybrid": "OlmoHybridGatedDeltaNet",
+    "qwen3_5_moe_text": "Qwen3_5MoeGatedDeltaNet",
+    "qwen3_5_text": "Qwen3_5GatedDeltaNet",
+    "qwen3_next": "Qwen3NextGatedDeltaNet",
+    "zamba2": "Zamba2MambaMixer",
+    "kimi_linear": "KimiLinearDeltaAttention",
+}
+"""model_type of models with layers that have a state -> class of these layers in transformers."""
 _QUANTISED = {
     "config.json": "quantization_config",
     "hf_quant_config.json": "quantization",

@@ -19,6 +19,7 @@ from hpc_rl.training.models.attention.packed_batch import PackedBatch
 from hpc_rl.training.models.compute_weights import ComputeWeights
 from hpc_rl.training.models.four_bit import four_bit_weights
 from hpc_rl.training.models.liger import use_liger
+from hpc_rl.training.models.mixers import mixers_of, split_mixers
 from hpc_rl.training.models.pretrained import Pretrained, from_pretrained
 from hpc_rl.training.models.recomputation import recompute
 from hpc_rl.training.models.routers import Routers, find_routers
@@ -61,6 +62,7 @@ class PackedModel(nn.Module):
     def __init__(self, hf: PreTrainedModel) -> None:
         super().__init__()
         self.hf = hf
+        split_mixers(hf)
 
     def hidden(self, batch: PackedBatch) -> torch.Tensor:
         """Return the hidden states of the last layer, [T, H].
@@ -210,6 +212,8 @@ def refuse_unsupported_backbone(hf: PreTrainedModel) -> None:
     """Raise UserError for a model whose attention does not work on packed rows."""
     config = hf.config.get_text_config()
     kind = f"models of type {config.model_type}"
+    if mixers_of(hf, config):  # their layers have other types, and their classes do not declare their attention
+        return
     if not getattr(hf, "_supports_attention_backend", False):
         raise UserError(f"{kind} do not accept a custom attention function, which packing needs: use another model")
     other = set(getattr(config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}

@@ -1,0 +1,115 @@
+"""Models with layers that have a state compute each sample of a packed row as transformers computes it alone."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.nn.functional import cross_entropy
+from transformers import AutoModelForCausalLM
+
+from hpc_rl.config.training.common import ModelConfig, TrainingConfig
+from hpc_rl.training.models.attention.packed_batch import pack_samples
+from hpc_rl.training.models.causal_lm import CausalLM, causal_lm
+from hpc_rl.training.models.loading import load_sharded
+from hpc_rl.training.parallel.distributed import World
+from tests.helpers import make_tiny_model
+
+WORLD = World(0, 1, torch.device("cpu"))
+LENGTHS = (7, 40, 13, 3, 21)
+MAMBA2 = {"mamba_n_heads": 8, "mamba_d_head": 16, "mamba_d_state": 8, "mamba_chunk_size": 8}
+DELTA = {
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+    "layer_types": ["linear_attention", "linear_attention", "full_attention"],
+}
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "shared_expert_intermediate_size": 16}
+KINDS: dict[str, dict[str, Any]] = {
+    "bamba": {**MAMBA2, "attn_layer_indices": [1]},
+    "falcon_h1": {**MAMBA2, "mamba_d_ssm": 128, "mamba_rms_norm": True, "ssm_in_multiplier": 0.5},
+    "granitemoehybrid": {
+        **MAMBA2,
+        **{"num_local_experts": 4, "num_experts_per_tok": 2, "shared_intermediate_size": 32},
+        **{"layer_types": ["mamba", "attention", "mamba"], "residual_multiplier": 0.5, "mamba_n_groups": 1},
+    },
+    "jamba": {
+        **{"attn_layer_period": 3, "attn_layer_offset": 1, "expert_layer_period": 2, "expert_layer_offset": 1},
+        **{"num_experts": 4, "num_experts_per_tok": 2, "mamba_d_state": 4, "use_mamba_kernels": False},
+    },
+    "kimi_linear": {
+        **{"linear_head_dim": 8, "linear_num_heads": 4, "layer_types": DELTA["layer_types"], "num_key_value_heads": 4},
+        **{"kv_lora_rank": 16, "qk_rope_head_dim": 8, "v_head_dim": 16, "qk_nope_head_dim": 8},
+        **{"num_local_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16},
+    },
+    "lfm2": {"layer_types": ["conv", "full_attention", "conv"], "conv_L_cache": 3},
+    "lfm2_moe": {**EXPERTS, "layer_types": ["conv", "full_attention", "conv"], "num_dense_layers": 1},
+    "minimax": {
+        **{"layer_types": ["linear_attention", "full_attention", "linear_attention"], "block_size": 8},
+        **{"num_local_experts": 4, "num_experts_per_tok": 2, "linear_attn_alpha_factor": 1.5},
+    },
+    "nemotron_h": {
+        **{"layers_block_type": ["mamba", "moe", "attention", "mlp"], "layers": 4},
+        **{"mamba_num_heads": 4, "mamba_head_dim": 8, "ssm_state_size": 8, "n_groups": 2, "chunk_size": 8},
+        **{"n_routed_experts": 4, "moe_intermediate_size": 16, "moe_shared_expert_intermediate_size": 16},
+    },
+    "olmo_hybrid": DELTA,
+    "qwen3_5_text": DELTA,
+    "qwen3_5_moe_text": {**DELTA, **EXPERTS},
+    "qwen3_next": {**DELTA, **EXPERTS, "mlp_only_layers": [0]},
+    "zamba2": {
+        **{"layers_block_type": ["mamba", "hybrid", "mamba"], "n_mamba_heads": 8, "mamba_d_state": 8, "chunk_size": 8},
+        **{"num_mem_blocks": 1, "use_mem_rope": True, "tie": True},
+    },
+}
+
+
+def tiny(folder: Path, kind: str) -> str:
+    settings = {"layers": 3, "hidden": 64, "num_attention_heads": 4, **KINDS[kind]}
+    return str(make_tiny_model(folder, kind=kind, **settings))
+
+
+def load(path: str, **options: Any) -> CausalLM:
+    config = ModelConfig.model_validate({"path": path, "dtype": "float32", **options})
+    return load_sharded(causal_lm(config), WORLD, TrainingConfig())
+
+
+def samples() -> list[np.ndarray]:
+    ids = np.random.default_rng(1).integers(3, 300, sum(LENGTHS))
+    return np.split(ids, np.cumsum(LENGTHS)[:-1])
+
+
+def step(model: CausalLM) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """The logits of all positions with a target, and the gradients of the mean loss."""
+    batch = pack_samples(samples(), [np.arange(length) > 0 for length in LENGTHS])
+    logits_NV = model(batch, lambda hidden_NH, weight_VH: hidden_NH @ weight_VH.T)
+    cross_entropy(logits_NV, batch.targets_N).backward()
+    return logits_NV.detach(), {name: p.grad for name, p in model.hf.named_parameters() if p.grad is not None}
+
+
+def step_alone(path: str) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """The same, of each sample alone in unchanged transformers."""
+    hf = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).train()
+    found = []
+    for ids in map(torch.from_numpy, samples()):
+        logits_TV = hf(input_ids=ids[None], use_cache=False).logits[0, :-1]
+        (cross_entropy(logits_TV, ids[1:], reduction="sum") / (sum(LENGTHS) - len(LENGTHS))).backward()
+        found.append(logits_TV.detach())
+    return torch.cat(found), {name: p.grad for name, p in hf.named_parameters() if p.grad is not None}
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("kind", KINDS)
+def test_packed_rows_are_the_samples(tmp_path: Path, kind: str, recompute: bool) -> None:
+    path = tiny(tmp_path, kind)
+    logits_NV, gradients = step(load(path, enable_gradient_checkpointing=recompute))
+    alone_NV, expected = step_alone(path)
+    assert torch.allclose(logits_NV, alone_NV, atol=1e-5, rtol=1e-4)
+    assert gradients.keys() == expected.keys()
+    for name, gradient in gradients.items():
+        scale = expected[name].abs().max().clamp_min(1e-4)
+        assert torch.allclose(gradient / scale, expected[name] / scale, atol=1e-4), name
