@@ -8,13 +8,20 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch.nn.functional import cross_entropy
 from transformers import AutoModelForCausalLM
 
 from hpc_rl.config.training.common import ModelConfig, TrainingConfig
+from hpc_rl.errors import UserError
+from hpc_rl.formats.model_kind import MIXERS, has_mixers
+from hpc_rl.rl.weights.base import WeightSource
+from hpc_rl.training.models import causal_lm as models
 from hpc_rl.training.models.attention.packed_batch import pack_samples
 from hpc_rl.training.models.causal_lm import CausalLM, causal_lm
 from hpc_rl.training.models.loading import load_sharded
+from hpc_rl.training.models.mixers import PerSample
+from hpc_rl.training.models.stored_form import StoredForm
 from hpc_rl.training.parallel.distributed import World
 from tests.helpers import make_tiny_model
 
@@ -69,7 +76,7 @@ KINDS: dict[str, dict[str, Any]] = {
 
 
 def tiny(folder: Path, kind: str) -> str:
-    settings = {"layers": 3, "hidden": 64, "num_attention_heads": 4, **KINDS[kind]}
+    settings = {"layers": 3, "hidden": 64, "num_attention_heads": 4, "initializer_range": 0.1, **KINDS[kind]}
     return str(make_tiny_model(folder, kind=kind, **settings))
 
 
@@ -113,3 +120,31 @@ def test_packed_rows_are_the_samples(tmp_path: Path, kind: str, recompute: bool)
     for name, gradient in gradients.items():
         scale = expected[name].abs().max().clamp_min(1e-4)
         assert torch.allclose(gradient / scale, expected[name] / scale, atol=1e-4), name
+
+
+def test_each_kind_is_tried() -> None:
+    assert KINDS.keys() == MIXERS.keys()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_without_the_split_the_model_is_refused(tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(models, "split_mixers", lambda _hf: None)
+    with pytest.raises(UserError, match="cannot be trained in packed rows: the hidden states of a sample are not"):
+        load(tiny(tmp_path, kind))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_bfloat16_adapters_and_names_of_weights(tmp_path: Path, kind: str) -> None:
+    """Adapters are on the projections of mixers, and engines receive what the files contain."""
+    path = tiny(tmp_path, kind)
+    model = load(path, dtype="bfloat16", lora={"rank": 2})
+    mixers = {name for name, part in model.hf.named_modules() if isinstance(part, PerSample)}
+    assert mixers and has_mixers(model.hf.config.to_dict())
+    assert model.adapters is not None
+    assert mixers == {name.rpartition(".")[0] for name in model.adapters.layers} & mixers
+    step(model)
+    expected = load_file(Path(path, "model.safetensors"))
+    found = dict(WeightSource(model.hf, torch.float32, stored=StoredForm(model.hf)))
+    buffers = {name.rpartition(".")[2] for name, _ in model.hf.named_buffers()}
+    assert found.keys() == {name for name in expected if name.rpartition(".")[2] not in buffers}
+    assert all(found[name].shape == expected[name].shape for name in found)
