@@ -25,7 +25,7 @@ _CODE = (
     *(f"reading/{name}" for name in ("arrow_values", "formats", "preference_rows", "rows", "sources")),
     *(
         f"templates/{name}"
-        for name in ("assistant_text", "chat", "messages", "template", "template_forms", "turn_ends")
+        for name in ("assistant_text", "chat", "jinja_rendering", "messages", "template_forms", "turn_ends")
     ),
     *("pairs", "prompt_files", "prompts", "sample_files", "sft_dataset", "tokenized"),
 )

@@ -20,7 +20,7 @@ from hpc_rl.run_dir import RunDir
 from hpc_rl.training.models.attention.packed_batch import PackedBatch
 from hpc_rl.training.models.causal_lm import CausalLM, PackedModel
 from hpc_rl.training.models.distill_head import SUMS, Teaching, Terms, distillation_sum, stored
-from hpc_rl.training.models.teacher import common_outputs, refuse_capped_logits
+from hpc_rl.training.models.teacher import common_outputs
 from hpc_rl.training.parallel.distributed import World
 from hpc_rl.training.stopping import Stopping
 
@@ -129,10 +129,9 @@ class Distill(Sft):
         """Return the number of tokens that both models have.
 
         Raises:
-            AgreedError: the two do not fit together, one of them caps its logits, or there are fewer tokens than
+            AgreedError: the two do not fit together, or there are fewer tokens than
                 teacher.top_k needs.
         """
-        world.together(lambda: refuse_capped_logits(self.config.teacher.path, self.config.model))
         tokens = world.together(lambda: common_outputs(self.config.teacher.path, self.config.model))
         if self.config.teacher.top_k is not None and self.config.teacher.top_k >= tokens:
             raise AgreedError(
@@ -150,7 +149,7 @@ class Distill(Sft):
 
         def head(hidden_NH: torch.Tensor, weight_VH: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
             common_VH = weight_VH if len(weight_VH) == self._tokens else weight_VH[: self._tokens]
-            return distillation_sum(hidden_NH, common_VH, own.targets_N, teaching, self._terms, scale)
+            return distillation_sum(hidden_NH, common_VH, own.targets_N, teaching, self._terms, scale, model.softcap)
 
         total, sums = model(own, head)
         sums = torch.cat([sums.new_tensor([len(own.targets_N)]), sums])

@@ -91,6 +91,7 @@ class Teacher:
         found = teacher_model(config.teacher.path, config.model, world.on_accelerator)
         self._model = load_sharded(found, world, config.trainer)
         self.sequence = self._model.sequence
+        self.softcap = self._model.softcap
 
     @torch.no_grad()
     def outputs(self, batch: PackedBatch) -> tuple[torch.Tensor, torch.Tensor]:
@@ -106,7 +107,8 @@ class Teacher:
     def teaching(self, batch: PackedBatch) -> Teaching:
         """Return the distributions at the targets of a row, or of this rank's slice of it, which are valid until
         `release`. Every rank calls both."""
-        return live(*self.outputs(batch), self._config.algorithm.temperature, self._config.teacher.top_k)
+        own = self._config
+        return live(*self.outputs(batch), own.algorithm.temperature, own.teacher.top_k, self.softcap)
 
     def release(self) -> None:
         """Free the memory of the head's weight, if it was gathered."""
@@ -221,7 +223,7 @@ def _top_k(config: DistillConfig, teacher: Teacher, lessons: Sequence[Lesson], w
     """Return the teacher's most probable tokens at the targets of a micro-batch, on all ranks of a sequence group."""
     batch = pack_lessons(lessons).to(world.device)
     hidden_NG, weight_VG = teacher.outputs(teacher.sequence.own(batch))
-    teaching = live(hidden_NG, weight_VG, config.algorithm.temperature, config.teacher.top_k)
+    teaching = live(hidden_NG, weight_VG, config.algorithm.temperature, config.teacher.top_k, teacher.softcap)
     top_k = config.teacher.top_k or 0
     ids = [hidden_NG.new_empty(0, top_k, dtype=torch.int64)]
     logprobs = [hidden_NG.new_empty(0, top_k + 1, dtype=torch.float32)]

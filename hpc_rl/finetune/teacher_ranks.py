@@ -120,7 +120,7 @@ class RemoteTeacher:
         self._group = teams.everyone.group
         with heart.waiting():
             teams.everyone.together(lambda: None)  # the teacher is loaded
-            self._hidden, *types = teams.everyone.gather(None)[self._rank]
+            self._hidden, self._softcap, *types = teams.everyone.gather(None)[self._rank]
         self._type, weight_type = (getattr(torch, name) for name in types)
         self._weight_VG: torch.Tensor | None = None
         if config.teacher.top_k is None:
@@ -166,7 +166,8 @@ class RemoteTeacher:
         answer.wait()
         if self._weight_VG is None:
             return stored(*answer.tensors)(rows)
-        return live(*answer.tensors, self._weight_VG, self._config.algorithm.temperature, None)(rows)
+        temperature = self._config.algorithm.temperature
+        return live(*answer.tensors, self._weight_VG, temperature, None, self._softcap)(rows)
 
     def _ask(self) -> _Answer | None:
         """Ask for the next micro-batch; return None without one."""
@@ -267,7 +268,7 @@ def _introduce(config: DistillConfig, teacher: Teacher, teams: Teams) -> None:
     with guards.explain_out_of_memory("the teacher's forward pass"):
         hidden_NG, weight_VG = teacher.outputs(filler().to(teams.own.device))
     types = [str(tensor.dtype).removeprefix("torch.") for tensor in (hidden_NG, weight_VG)]
-    teams.everyone.gather([hidden_NG.shape[1], *types])
+    teams.everyone.gather([hidden_NG.shape[1], teacher.softcap, *types])
     for pupil in teams.pupils if config.teacher.top_k is None else ():
         dist.send(weight_VG.detach().contiguous(), pupil)
     teacher.release()
@@ -302,6 +303,6 @@ def _answer(config: DistillConfig, teacher: Teacher, batch: PackedBatch) -> list
         return []
     if config.teacher.top_k is None:
         return [hidden_NG.contiguous()]
-    teaching = live(hidden_NG, weight_VG, config.algorithm.temperature, config.teacher.top_k)
+    teaching = live(hidden_NG, weight_VG, config.algorithm.temperature, config.teacher.top_k, teacher.softcap)
     logprobs, ids = zip(*in_chunks(teaching, len(hidden_NG), weight_VG), strict=True)
     return [torch.cat(ids), torch.cat(logprobs)]

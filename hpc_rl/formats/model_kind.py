@@ -141,21 +141,6 @@ def refuse_quantised(
         )
 
 
-def refuse_capped_logits(key: str, path: str, settings: Mapping[str, Any]) -> None:
-    """Raise UserError if a model caps its logits, which the chunked divergence of `distill` does not do.
-
-    Args:
-        key: the option that names `path`, for the error.
-        settings: of the model, as in its config.json.
-    """
-    cap = _text_settings(settings).get("final_logit_softcapping")
-    if cap is not None:
-        raise UserError(
-            f"{key} {path} caps its logits (final_logit_softcapping={cap}), which `submit distill` does not support: "
-            "use another model, or on-policy distillation (submit ppo algorithm=opd)"
-        )
-
-
 def refuse_without_liger(key: str, path: str, settings: Mapping[str, Any]) -> None:
     """Raise UserError if model.use_liger cannot replace the layers of a model.
 

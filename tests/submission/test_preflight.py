@@ -4,7 +4,6 @@ import importlib.util
 import json
 import re
 import shlex
-import shutil
 import sys
 from importlib.metadata import PackageNotFoundError
 from pathlib import Path
@@ -340,16 +339,6 @@ def test_how_often_rows_are_used_if_files_have_weights(folder: Path) -> None:
     (folder / "more.jsonl").write_text("")
     with pytest.raises(UserError, match=r"data\.train_files: more\.jsonl: the data set is empty"):
         check_ppo(data__train_files=mixed)
-
-
-@pytest.mark.parametrize("capped", ["model.path", "teacher.path"])
-def test_distillation_between_models_that_cap_their_logits_is_refused(folder: Path, capped: str) -> None:
-    shutil.copytree(folder / "model", folder / "capped")
-    settings = json.loads((folder / "capped" / "config.json").read_text())
-    (folder / "capped" / "config.json").write_text(json.dumps({**settings, "final_logit_softcapping": 30.0}))
-    values = {"model.path": "model", "teacher.path": "model", "data.train_files": ["train.jsonl"], capped: "capped"}
-    with pytest.raises(UserError, match=rf"^{capped} capped caps its logits \(final_logit_softcapping=30\.0\), which"):
-        check_job("distill", {**values, "trainer.device": "cpu", "data.train_batch_size": 1})
 
 
 @pytest.mark.parametrize(("files", "warned"), [(100, False), (99, True)])

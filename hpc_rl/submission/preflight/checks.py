@@ -14,7 +14,6 @@ from hpc_rl.config.rl.generate import GenerateConfig
 from hpc_rl.config.rl.ppo import PpoConfig
 from hpc_rl.config.rl.rollout import engine_name, engine_spec
 from hpc_rl.config.training.common import ModelConfig
-from hpc_rl.config.training.distill import DistillConfig
 from hpc_rl.config.training.finetune import FinetuneConfig
 from hpc_rl.config.training.preferences import RmConfig
 from hpc_rl.config.training.select import SelectConfig
@@ -22,7 +21,6 @@ from hpc_rl.data.selection import check_scored
 from hpc_rl.environments.loading import ENVIRONMENT, TOOLS
 from hpc_rl.errors import UserError
 from hpc_rl.formats.model_kind import (
-    refuse_capped_logits,
     refuse_unsplittable,
     refuse_unsplittable_engine,
     refuse_without_liger,
@@ -247,8 +245,6 @@ def _rules_for(key: str, config: Planned) -> Iterator[tuple[Callable[..., None],
     is_trained = key in ("model.path", "critic.path", "ref.path")
     if isinstance(config.model, ModelConfig) and config.model.use_liger and is_trained:
         yield refuse_without_liger, ()
-    if isinstance(config, DistillConfig):
-        yield refuse_capped_logits, ()
 
 
 def data(job: Job) -> Iterator[Question]:

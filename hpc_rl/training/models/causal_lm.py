@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -30,14 +31,8 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-_HEAD_EXTRAS = {
-    "logit_scale": 1.0,
-    "logits_scaling": 1.0,
-    "lm_head_multiplier": 1.0,
-}
-"""Settings that change logits after the LM head, which the chunked loss does not do, with their neutral values."""
-_CAPPED = ("gemma2",)
-"""model_type of models that cap their logits and run on packed rows. Others do not pass on the lengths of samples."""
+_CAPPED = ("gemma2", "gemma3_text", "gemma4_text")
+"""model_type of models that cap their logits. Others may have the setting without using it."""
 
 _FROZEN_FLOPS = 4.0
 """Operations per token of a parameter without gradient, forward and backward."""
@@ -114,8 +109,12 @@ class CausalLM(PackedModel):
 
     def forward(self, batch: PackedBatch, head: Callable[[torch.Tensor, torch.Tensor], T]) -> T:
         """Run the backbone on a packed row, or on this rank's slice of it, then return `head(hidden_NH, weight_VH)` of
-        the positions with a target."""
-        return head(self.hidden(batch)[batch.rows_N], self.hf.get_output_embeddings().weight)
+        the positions with a target.
+
+        A factor of the logits is applied to the hidden states: (f hidden) weight.T = f (hidden weight.T).
+        """
+        hidden_NH, factor = self.hidden(batch)[batch.rows_N], logit_factor_of(self.hf)
+        return head(hidden_NH if factor == 1 else factor * hidden_NH, self.hf.get_output_embeddings().weight)
 
     @property
     def softcap(self) -> float | None:
@@ -185,6 +184,14 @@ def softcap_of(hf: PreTrainedModel) -> float | None:
     return cap
 
 
+def logit_factor_of(hf: PreTrainedModel) -> float:
+    """Return the factor by which a model multiplies its logits: Cohere's, Falcon-H1's, or one over Granite's."""
+    config = hf.config.get_text_config()
+    multiplied = [getattr(config, name, None) or 1.0 for name in ("logit_scale", "lm_head_multiplier")]
+    divided = getattr(config, "logits_scaling", None) or 1.0
+    return float(math.prod(multiplied) / divided)
+
+
 def refuse_unsupported(hf: PreTrainedModel) -> None:
     """Raise UserError for a model whose results would be wrong without an error."""
     if is_classifier(hf.config.architectures):
@@ -195,14 +202,11 @@ def refuse_unsupported(hf: PreTrainedModel) -> None:
     refuse_unsupported_backbone(hf)
     config = hf.config.get_text_config()
     kind = f"models of type {config.model_type}"
-    extras = _HEAD_EXTRAS if config.model_type in _CAPPED else {**_HEAD_EXTRAS, "final_logit_softcapping": None}
-    for name, neutral in extras.items():
-        value = getattr(config, name, neutral)
-        if value not in (neutral, None):
-            raise UserError(
-                f"{kind} change their logits by {name}={value}, which the chunked loss does not support: "
-                "use another model"
-            )
+    if (cap := softcap_of(hf)) is not None and config.model_type not in _CAPPED:
+        raise UserError(
+            f"{kind} have final_logit_softcapping={cap}, which is supported for {', '.join(_CAPPED)}: remove it from "
+            "config.json if the model was trained without, or use another model"
+        )
     head = hf.get_output_embeddings()
     if head is None or getattr(head, "bias", None) is not None:
         raise UserError(f"{kind} have no plain LM head without bias, which the chunked loss needs: use another model")

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import torch
 
 from hpc_rl.algorithms.divergences import DIVERGENCES, top_k_logprobs
+from hpc_rl.training.models.attention.exact_attention import capped
 from hpc_rl.training.models.lm_head import HeadGradients, chunks, differentiated, float32_logits, saved_gradients
 
 _MATRICES = {"cpu": 1, "gpu": 4}
@@ -56,18 +57,21 @@ class Terms:
     sft_coeff: float = 0.0
 
 
-def live(hidden_NG: torch.Tensor, weight_VG: torch.Tensor, temperature: float, top_k: int | None) -> Teaching:
+def live(
+    hidden_NG: torch.Tensor, weight_VG: torch.Tensor, temperature: float, top_k: int | None, softcap: float | None
+) -> Teaching:
     """Return the distributions of a teacher that has just computed its hidden states.
 
     Args:
         top_k: K; None for the whole vocabulary.
+        softcap: cap of the logits; see lm_head.cross_entropy_sum.
     """
 
     @torch.no_grad()
     def taught(rows: slice) -> Taught:
         hidden_CG = hidden_NG[rows]
         logits_CV = hidden_CG.new_empty(len(hidden_CG), len(weight_VG), dtype=torch.float32)
-        logits_CV = float32_logits(hidden_CG, weight_VG, logits_CV).div_(temperature)
+        logits_CV = capped(float32_logits(hidden_CG, weight_VG, logits_CV), softcap).div_(temperature)
         logprobs_CV = torch.log_softmax(logits_CV, dim=1, out=logits_CV)
         if top_k is None:
             return Taught(logprobs_CV)
@@ -94,6 +98,7 @@ def distillation_sum(
     teaching: Teaching,
     terms: Terms,
     scale: float = 1.0,
+    softcap: float | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return `scale` times the sum of the losses of all positions, a float32 scalar, and the sums of SUMS, [3].
 
@@ -103,10 +108,11 @@ def distillation_sum(
         hidden_NH: the student's, float32 or bfloat16; logits and the weight's gradient are float32 in both cases.
         weight_VH: the student's head, with the rows of the teacher's.
         targets_N: int64.
+        softcap: cap of the student's logits; see lm_head.cross_entropy_sum.
     """
 
     def loss_of(rows: slice, logits_CV: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        return _loss(logits_CV, targets_N[rows], teaching(rows), terms)
+        return _loss(capped(logits_CV, softcap), targets_N[rows], teaching(rows), terms)
 
     total, sums = _ChunkedSum.apply(*differentiated(hidden_NH, weight_VH), loss_of, scale)
     return total, sums

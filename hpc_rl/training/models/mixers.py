@@ -39,7 +39,9 @@ class PerSample(nn.Module):
             return own(*inputs, **named)
         named.pop("packed_bounds", None)
         lengths, (leaves, layout) = self.bounds.lengths, tree_flatten((inputs, named))
-        split = [leaf.split(lengths, dim=1) if isinstance(leaf, torch.Tensor) else [leaf] * len(lengths) for leaf in leaves]
+        split = [
+            leaf.split(lengths, dim=1) if isinstance(leaf, torch.Tensor) else [leaf] * len(lengths) for leaf in leaves
+        ]
         samples = (tree_unflatten(list(parts), layout) for parts in zip(*split, strict=True))
         found = [own(*one, **more) for one, more in samples]
         if isinstance(found[0], tuple):
@@ -85,4 +87,3 @@ def _tell(
         raise UserError(f"models of type {config.model_type} cannot be computed with trainer.sequence_parallel")
     for mixer in mixers:
         mixer.bounds = bounds
-

@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING
 
 from hpc_rl.config.training.common import ModelConfig
 from hpc_rl.errors import UserError
-from hpc_rl.formats import model_kind
 from hpc_rl.formats.vocabulary import ROLES, other_special_tokens, role_difference
 from hpc_rl.training.models.causal_lm import CausalLM, causal_lm, load_tokenizer
 from hpc_rl.training.models.pretrained import Pretrained, from_pretrained
@@ -53,12 +52,6 @@ def refuse_other_tokenizer(path: str, student: ModelConfig) -> None:
     theirs = load_tokenizer(student.model_copy(update={"path": path, "tokenizer_path": None}))
     if (found := role_difference(_roles(theirs), _roles(load_tokenizer(student)))) is not None:
         raise UserError(other_special_tokens(KEY, path, student.path, found))
-
-
-def refuse_capped_logits(path: str, student: ModelConfig) -> None:
-    """Raise UserError if teacher or student cap their logits, which the chunked divergence does not do."""
-    for key, each in ((KEY, path), ("model.path", student.path)):
-        model_kind.refuse_capped_logits(key, each, _settings(key, each, student).to_dict())
 
 
 def _outputs(key: str, path: str, student: ModelConfig) -> int:

@@ -28,9 +28,13 @@ def inputs(dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor, ...]:
     return hidden, weight, torch.randint(TOKENS, (POSITIONS,), generator=generator), theirs, their_weight
 
 
-def plain(terms: Terms, top_k: int | None, *tensors: torch.Tensor) -> tuple[torch.Tensor, list[float]]:
+def plain(
+    terms: Terms, top_k: int | None, *tensors: torch.Tensor, softcap: float | None = None
+) -> tuple[torch.Tensor, list[float]]:
     hidden, weight, targets, theirs, their_weight = tensors
     logits, their_logits = hidden @ weight.t(), theirs @ their_weight.t()
+    if softcap is not None:
+        logits, their_logits = (softcap * torch.tanh(each / softcap) for each in (logits, their_logits))
     student, teacher = ((each / terms.temperature).log_softmax(dim=1) for each in (logits, their_logits))
     agreement = float((logits.argmax(dim=1) == their_logits.argmax(dim=1)).sum())
     if top_k is not None:
@@ -50,14 +54,14 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("top_k", [None, 5])
+@pytest.mark.parametrize(("top_k", "softcap"), [(None, None), (None, 10.0), (5, None)])
 @pytest.mark.parametrize("name", CASES)
-def test_value_and_gradients_equal_those_of_plain_logits(name: str, top_k: int | None) -> None:
+def test_value_and_gradients_equal_those_of_plain_logits(name: str, top_k: int | None, softcap: float | None) -> None:
     terms, tensors = CASES[name], inputs()
     hidden, weight, targets, theirs, their_weight = tensors
-    teaching = live(theirs, their_weight, terms.temperature, top_k)
-    ours, sums = distillation_sum(hidden, weight, targets, teaching, terms, scale=0.3)
-    expected, expected_sums = plain(terms, top_k, *tensors)
+    teaching = live(theirs, their_weight, terms.temperature, top_k, softcap)
+    ours, sums = distillation_sum(hidden, weight, targets, teaching, terms, scale=0.3, softcap=softcap)
+    expected, expected_sums = plain(terms, top_k, *tensors, softcap=softcap)
     torch.testing.assert_close(ours, 0.3 * expected)
     assert sums.tolist() == pytest.approx(expected_sums, rel=1e-5) and not sums.requires_grad
     assert 0 < sums[2] < POSITIONS
@@ -69,7 +73,7 @@ def test_value_and_gradients_equal_those_of_plain_logits(name: str, top_k: int |
 def test_what_was_stored_equals_what_is_live() -> None:
     hidden, weight, targets, theirs, their_weight = inputs()
     terms = Terms("forward", temperature=2.0)
-    teaching = live(theirs, their_weight, terms.temperature, 5)
+    teaching = live(theirs, their_weight, terms.temperature, 5, None)
     parts = in_chunks(teaching, POSITIONS, their_weight)
     assert len(parts) == 5
     ids = torch.cat([part.ids_CK for part in parts if part.ids_CK is not None])
@@ -80,7 +84,7 @@ def test_what_was_stored_equals_what_is_live() -> None:
 
 def test_gradients_only_where_they_are_wanted(monkeypatch: pytest.MonkeyPatch) -> None:
     hidden, weight, targets, theirs, their_weight = inputs()
-    teaching, terms = live(theirs, their_weight, 1.0, None), Terms("reverse")
+    teaching, terms = live(theirs, their_weight, 1.0, None, None), Terms("reverse")
     both = torch.autograd.grad(distillation_sum(hidden, weight, targets, teaching, terms)[0], (hidden, weight))
     frozen, _ = distillation_sum(hidden, weight.detach(), targets, teaching, terms)
     torch.testing.assert_close(torch.autograd.grad(frozen, hidden)[0], both[0], atol=0, rtol=0)
@@ -91,7 +95,7 @@ def test_gradients_only_where_they_are_wanted(monkeypatch: pytest.MonkeyPatch) -
 
 def test_no_targets_give_zero_loss_and_zero_gradients() -> None:
     hidden, weight, targets, theirs, their_weight = inputs()
-    teaching = live(theirs[:0], their_weight, 1.0, None)
+    teaching = live(theirs[:0], their_weight, 1.0, None, None)
     loss, sums = distillation_sum(hidden[:0], weight, targets[:0], teaching, Terms("forward"))
     assert loss.item() == 0 and sums.tolist() == [0, 0, 0]
     assert not torch.autograd.grad(loss, weight)[0].any()
@@ -100,7 +104,7 @@ def test_no_targets_give_zero_loss_and_zero_gradients() -> None:
 def test_bfloat16_sums_in_float32() -> None:
     tensors = inputs(torch.bfloat16)
     hidden, weight, targets, theirs, their_weight = tensors
-    ours, _ = distillation_sum(hidden, weight, targets, live(theirs, their_weight, 1.0, None), Terms("forward"))
+    ours, _ = distillation_sum(hidden, weight, targets, live(theirs, their_weight, 1.0, None, None), Terms("forward"))
     exact = [tensor.detach().float() if tensor.is_floating_point() else tensor for tensor in tensors]
     exact[:2] = [tensor.requires_grad_() for tensor in exact[:2]]
     expected, _ = plain(Terms("forward"), None, *exact)

@@ -35,13 +35,24 @@ DELTA = {
     "linear_value_head_dim": 8,
     "layer_types": ["linear_attention", "linear_attention", "full_attention"],
 }
-EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "shared_expert_intermediate_size": 16}
+EXPERTS = {
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16,
+    "shared_expert_intermediate_size": 16,
+}
 KINDS: dict[str, dict[str, Any]] = {
     "bamba": {**MAMBA2, "attn_layer_indices": [1]},
-    "falcon_h1": {**MAMBA2, "mamba_d_ssm": 128, "mamba_rms_norm": True, "ssm_in_multiplier": 0.5},
+    "falcon_h1": {
+        **MAMBA2,
+        "mamba_d_ssm": 128,
+        "mamba_rms_norm": True,
+        "ssm_in_multiplier": 0.5,
+        "lm_head_multiplier": 2.0,
+    },
     "granitemoehybrid": {
         **MAMBA2,
-        **{"num_local_experts": 4, "num_experts_per_tok": 2, "shared_intermediate_size": 32},
+        **{"num_local_experts": 4, "num_experts_per_tok": 2, "shared_intermediate_size": 32, "logits_scaling": 2},
         **{"layer_types": ["mamba", "attention", "mamba"], "residual_multiplier": 0.5, "mamba_n_groups": 1},
     },
     "jamba": {

@@ -20,7 +20,7 @@ from hpc_rl.rl.rollout.hf.slots import Slots
 from hpc_rl.rl.rollout.sampling import TokenSampler, groups_of
 from hpc_rl.training.models.attention.packed_attention import attention_kwargs
 from hpc_rl.training.models.attention.packed_batch import pack_samples
-from hpc_rl.training.models.causal_lm import softcap_of
+from hpc_rl.training.models.causal_lm import logit_factor_of, softcap_of
 from hpc_rl.training.models.mixers import mixers_of
 
 if TYPE_CHECKING:
@@ -74,7 +74,7 @@ class Batch:
         self.slots = Slots(device)
         self.has_mixers = bool(mixers_of(hf, hf.config.get_text_config()))
         """Whether layers have a state, which the cache does not hold: each step computes whole texts."""
-        self.softcap = softcap_of(hf)
+        self.softcap, self.logit_factor = softcap_of(hf), logit_factor_of(hf)
         self.sampler = TokenSampler(self.weight_VH, 0, self.softcap)
         self.groups = groups_of([], device)
 
@@ -204,7 +204,7 @@ class Batch:
             attend = Decode(self.cache, position_B, int(self.length_B[batch].max()))
             hidden_BH = self._backbone(token_B, position_B, attend)
         uniform_B = self.slots.uniforms.view(-1).index_select(0, output_B)
-        drawn_B, logprob_B = self.sampler(hidden_BH, uniform_B, self.groups)
+        drawn_B, logprob_B = self.sampler(self.logit_factor * hidden_BH, uniform_B, self.groups)
         self.slots.tokens.view(-1).index_copy_(0, output_B, drawn_B)
         self.slots.logprobs.view(-1).index_copy_(0, output_B, logprob_B)
         self.ended_B[batch] |= self.ends_V.index_select(0, drawn_B)

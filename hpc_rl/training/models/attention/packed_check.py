@@ -18,7 +18,7 @@ import torch
 from hpc_rl.errors import UserError
 from hpc_rl.training.models.attention import packed_attention
 from hpc_rl.training.models.attention.packed_batch import PackedBatch, pack_samples
-from hpc_rl.training.models.causal_lm import PackedModel, softcap_of
+from hpc_rl.training.models.causal_lm import PackedModel, logit_factor_of, softcap_of
 from hpc_rl.training.parallel.distributed import World
 from hpc_rl.training.parallel.sharding import reshard
 
@@ -101,7 +101,7 @@ def _plain(model: PackedModel, ids_T: torch.Tensor) -> tuple[torch.Tensor, tuple
         logits_TV = model.hf(input_ids=ids_T[None], use_cache=False).logits[0]
     finally:
         hook.remove()
-    own_TV, cap = kept[0] @ head.weight.T, softcap_of(model.hf)
+    own_TV, cap = logit_factor_of(model.hf) * kept[0] @ head.weight.T, softcap_of(model.hf)
     return kept[0], (own_TV if cap is None else cap * torch.tanh(own_TV / cap), logits_TV)
 
 

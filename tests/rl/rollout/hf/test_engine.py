@@ -57,10 +57,22 @@ def plain_greedy(hf: Any, prompt: NDArray[np.int32], steps: int) -> list[int]:
         ("mistral", {"sliding_window": 6}),
         ("qwen2", {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1}),
         ("gemma2", {"final_logit_softcapping": 2.0, "attn_logit_softcapping": 2.0, "sliding_window": 6}),
+        ("granite", {"logits_scaling": 3.0}),
         ("gpt_oss", {"num_attention_heads": 4, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 6}),
         ("lfm2", {"layer_types": ["conv", "full_attention"]}),
     ],
-    ids=["qwen2", "tied, grouped", "llama", "qwen3", "windows", "mixed windows", "capped", "experts, sinks", "states"],
+    ids=[
+        "qwen2",
+        "tied, grouped",
+        "llama",
+        "qwen3",
+        "windows",
+        "mixed windows",
+        "soft-capping",
+        "scaled logits",
+        "experts, sinks",
+        "states",
+    ],
 )
 def test_greedy_equals_a_plain_loop(tmp_path: Path, kind: str, settings: dict[str, Any]) -> None:
     from transformers import AutoModelForCausalLM

@@ -49,6 +49,10 @@ def spread_sinks(hf: torch.nn.Module) -> None:
         ("mistral", {"sliding_window": 6}),
         ("qwen2", {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1}),
         ("gemma2", {"final_logit_softcapping": None, "attn_logit_softcapping": 0.02, "sliding_window": 6}),
+        ("gemma3_text", {"final_logit_softcapping": None, "sliding_window": 6}),
+        ("granite", {"logits_scaling": 6.0, "embedding_multiplier": 12.0, "residual_multiplier": 0.22}),
+        ("cohere", {"logit_scale": 0.1}),
+        ("cohere2", {"logit_scale": 3.0, "sliding_window": 6}),
         ("qwen3_moe", {"num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 16}),
         ("mixtral", {"num_local_experts": 3}),
         ("gpt_oss", {"num_attention_heads": 4, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 6}),
@@ -60,6 +64,10 @@ def spread_sinks(hf: torch.nn.Module) -> None:
         "mistral windows",
         "qwen2 mixed windows",
         "soft-capping",
+        "gemma3",
+        "granite scaled logits",
+        "cohere scaled logits",
+        "cohere2 layers without positions",
         "qwen3 experts",
         "mixtral experts",
         "experts with biases, sinks",
@@ -94,10 +102,11 @@ def test_packed_equals_one_by_one_and_transformers(
         torch.testing.assert_close(ours.grad, theirs.grad, atol=2e-5, rtol=1e-4, msg=name)
 
 
-def test_log_probabilities_of_capped_logits_equal_those_of_transformers(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", ["gemma2", "gemma3_text"])
+def test_log_probabilities_of_capped_logits_equal_those_of_transformers(tmp_path: Path, kind: str) -> None:
     from transformers import AutoModelForCausalLM
 
-    folder = make_tiny_model(tmp_path, kind="gemma2", final_logit_softcapping=0.05)
+    folder = make_tiny_model(tmp_path, kind=kind, final_logit_softcapping=0.05)
     model = load_model(ModelConfig(path=str(folder)))
     plain = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager")
     batch = pack_samples(samples(), all_targets(samples()))
@@ -138,9 +147,8 @@ def test_packing_and_checkpointing_leave_gradients_as_they_are(tmp_path: Path, c
 @pytest.mark.parametrize(
     ("kind", "settings", "reason"),
     [
-        ("cohere", {"logit_scale": 0.1}, "cohere change their logits by logit_scale"),
         ("phi", {}, "phi have no plain LM head"),
-        ("qwen3", {"final_logit_softcapping": 30.0}, "qwen3 change their logits by final_logit_softcapping=30.0"),
+        ("qwen3", {"final_logit_softcapping": 30.0}, "qwen3 have final_logit_softcapping=30.0, which"),
     ],
 )
 def test_models_that_would_be_wrong_are_refused(
