@@ -176,8 +176,8 @@ def refuse_unsplittable(key: str, path: str, settings: Mapping[str, Any], size: 
         return
     if has_mixers(settings):
         raise UserError(
-            f"trainer.sequence_parallel={size}: {key} {path} has layers with a state, which compute whole samples and no "
-            "slices of them: use trainer.sequence_parallel=1, or another model"
+            f"trainer.sequence_parallel={size}: {key} {path} has layers with a state, which compute whole samples "
+            "and no slices of them: use trainer.sequence_parallel=1, or another model"
         )
     settings = _text_settings(settings)
     heads = settings.get("num_attention_heads")

@@ -38,10 +38,8 @@ class PerSample(nn.Module):
         if self.bounds is None:
             return own(*inputs, **named)
         named.pop("packed_bounds", None)
-        lengths, (leaves, layout) = self.bounds.lengths, tree_flatten((inputs, named))
-        split = [
-            leaf.split(lengths, dim=1) if isinstance(leaf, torch.Tensor) else [leaf] * len(lengths) for leaf in leaves
-        ]
+        lengths, (values, layout) = self.bounds.lengths, tree_flatten((inputs, named))
+        split = [x.split(lengths, dim=1) if isinstance(x, torch.Tensor) else [x] * len(lengths) for x in values]
         samples = (tree_unflatten(list(parts), layout) for parts in zip(*split, strict=True))
         found = [own(*one, **more) for one, more in samples]
         if isinstance(found[0], tuple):

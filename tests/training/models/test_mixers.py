@@ -77,8 +77,8 @@ KINDS: dict[str, dict[str, Any]] = {
     },
     "olmo_hybrid": DELTA,
     "qwen3_5_text": DELTA,
-    "qwen3_5_moe_text": {**DELTA, **EXPERTS},
-    "qwen3_next": {**DELTA, **EXPERTS, "mlp_only_layers": [0]},
+    "qwen3_5_moe_text": {**DELTA, **EXPERTS, "shared_expert_intermediate_size": 16},
+    "qwen3_next": {**DELTA, **EXPERTS, "shared_expert_intermediate_size": 16, "mlp_only_layers": [0]},
     "zamba2": {
         **{"layers_block_type": ["mamba", "hybrid", "mamba"], "n_mamba_heads": 8, "mamba_d_state": 8, "chunk_size": 8},
         **{"num_mem_blocks": 1, "use_mem_rope": True, "tie": True},
