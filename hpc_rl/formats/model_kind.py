@@ -44,7 +44,6 @@ MIXERS = {
     "qwen3_5_moe_text": "Qwen3_5MoeGatedDeltaNet",
     "qwen3_5_text": "Qwen3_5GatedDeltaNet",
     "qwen3_next": "Qwen3NextGatedDeltaNet",
-    "zamba2": "Zamba2MambaMixer",
 }
 """model_type of models that have mixers, layers with a state -> class of these layers in transformers."""
 _QUANTISED = {

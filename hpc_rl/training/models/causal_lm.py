@@ -257,7 +257,10 @@ def count_flops(model: PackedModel) -> Flops:
     body += sum(_FROZEN_FLOPS * weight.shape.numel() for weight in four_bit_weights(model.hf).values())
     head = 0.0 if output is None else _flops_of(output.weight)
     head_size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    attention = 12 * config.num_hidden_layers * config.num_attention_heads * head_size
+    layers = config.num_hidden_layers
+    if mixers_of(model.hf, config):  # which some layers have instead of attention
+        layers = sum(hasattr(part, "is_causal") for part in model.hf.modules())
+    attention = 12 * layers * config.num_attention_heads * head_size
     return Flops(per_token=body, per_target=head, per_squared_token=float(attention))
 
 

@@ -76,12 +76,14 @@ def _tell(
     """Give the samples of a layer's row to its mixers.
 
     Raises:
-        UserError: the model does not pass them on to its layers, or they are divided among ranks.
+        UserError: the model does not pass them on to its layers.
     """
     bounds = named.get("packed_bounds")
     if bounds is None and config._attn_implementation == ATTENTION:
-        raise UserError(f"models of type {config.model_type} do not pass the samples' lengths to their layers")
-    if bounds is not None and bounds.sequence.size > 1:
-        raise UserError(f"models of type {config.model_type} cannot be computed with trainer.sequence_parallel")
+        raise UserError(
+            f"models of type {config.model_type} do not pass the samples' lengths to their layers, which packing "
+            "needs: use another model"
+        )
+    assert bounds is None or bounds.sequence.size == 1  # model_kind.refuse_unsplittable
     for mixer in mixers:
         mixer.bounds = bounds

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,17 +15,18 @@ from torch.nn.functional import cross_entropy
 from transformers import AutoModelForCausalLM
 
 from hpc_rl.config.training.common import ModelConfig, TrainingConfig
-from hpc_rl.errors import UserError
+from hpc_rl.errors import EXIT_STOPPED, UserError
 from hpc_rl.formats.model_kind import MIXERS, has_mixers
 from hpc_rl.rl.weights.base import WeightSource
 from hpc_rl.training.models import causal_lm as models
 from hpc_rl.training.models.attention.packed_batch import pack_samples
-from hpc_rl.training.models.causal_lm import CausalLM, causal_lm
+from hpc_rl.training.models.causal_lm import CausalLM, causal_lm, count_flops
 from hpc_rl.training.models.loading import load_sharded
 from hpc_rl.training.models.mixers import PerSample
 from hpc_rl.training.models.stored_form import StoredForm
 from hpc_rl.training.parallel.distributed import World
-from tests.helpers import make_tiny_model
+from tests.finetune.jobs import run_here, run_job, series
+from tests.helpers import make_tiny_model, write_chats
 
 WORLD = World(0, 1, torch.device("cpu"))
 LENGTHS = (7, 40, 13, 3, 21)
@@ -79,10 +82,6 @@ KINDS: dict[str, dict[str, Any]] = {
     "qwen3_5_text": DELTA,
     "qwen3_5_moe_text": {**DELTA, **EXPERTS, "shared_expert_intermediate_size": 16},
     "qwen3_next": {**DELTA, **EXPERTS, "shared_expert_intermediate_size": 16, "mlp_only_layers": [0]},
-    "zamba2": {
-        **{"layers_block_type": ["mamba", "hybrid", "mamba"], "n_mamba_heads": 8, "mamba_d_state": 8, "chunk_size": 8},
-        **{"num_mem_blocks": 1, "use_mem_rope": True, "tie": True},
-    },
 }
 
 
@@ -159,3 +158,55 @@ def test_bfloat16_adapters_and_names_of_weights(tmp_path: Path, kind: str) -> No
     buffers = {name.rpartition(".")[2] for name, _ in model.hf.named_buffers()}
     assert found.keys() == {name for name in expected if name.rpartition(".")[2] not in buffers}
     assert all(found[name].shape == expected[name].shape for name in found)
+
+
+def test_kernels_receive_one_sample_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also if a layer is recomputed after another row; and no boundaries, which a kernel could read in another way."""
+    model = load(tiny(tmp_path, "qwen3_next"), enable_gradient_checkpointing=True)
+    source = sys.modules[type(model.hf).__module__]
+    own, calls = source.torch_chunk_gated_delta_rule, list[int]()
+
+    def counted(query: torch.Tensor, *others: Any, cu_seqlens: None, **named: Any) -> Any:
+        assert cu_seqlens is None and "packed_bounds" not in named
+        calls.append(query.shape[1])
+        return own(query, *others, **named)
+
+    monkeypatch.setattr(source, "torch_chunk_gated_delta_rule", counted)
+    first, second = (pack_samples(one, [np.arange(len(ids)) > 0 for ids in one]) for one in (samples(), samples()[:2]))
+    losses = [model(row, lambda hidden_NH, _: hidden_NH.sum()) for row in (first, second)]
+    assert calls == [*LENGTHS, *LENGTHS, *LENGTHS[:2], *LENGTHS[:2]]
+    calls.clear()
+    losses[0].backward()
+    assert calls == [*LENGTHS, *LENGTHS]
+
+
+def test_a_layer_without_the_samples_is_an_error(tmp_path: Path) -> None:
+    model = load(tiny(tmp_path, "lfm2"))
+    with pytest.raises(UserError, match="lfm2 do not pass the samples' lengths to their layers"):
+        model.hf(torch.tensor([[3, 4, 5]]), use_cache=False)
+
+
+def test_attention_counts_in_the_layers_that_have_it(tmp_path: Path) -> None:
+    count = {kind: count_flops(load(tiny(tmp_path / kind, kind))).per_squared_token for kind in ("lfm2", "falcon_h1")}
+    assert count == {"lfm2": 12 * 64, "falcon_h1": 3 * 12 * 64}
+
+
+def test_two_ranks_stop_resume_and_export(tmp_path: Path) -> None:
+    base = [
+        f"model.path={tiny(tmp_path / 'base', 'qwen3_next')}",
+        f"data.train_files={write_chats(tmp_path / 'train.jsonl', 31)}",
+        *("data.train_batch_size=8", "optim.lr=1e-2", "trainer.device=cpu", "trainer.micro_tokens=1024"),
+    ]
+    start = partial(run_job, base, tmp_path / "run", "model.enable_gradient_checkpointing=true", ranks=2)
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "stop").touch()
+    assert [code for code, _, _ in start()] == [EXIT_STOPPED] * 2
+    (tmp_path / "run" / "stop").unlink()
+    results = start()
+    assert [code for code, _, _ in results] == [0, 0], results
+    assert "resuming after step 1" in results[0][1]
+    assert run_here(base, tmp_path / "whole", "trainer.export=false") == 0
+    losses = series(tmp_path / "run", "train/loss")
+    assert losses == pytest.approx(series(tmp_path / "whole", "train/loss"), abs=1e-4) and losses[-1] < losses[0]
+    exported = str(tmp_path / "run" / "model")
+    assert torch.allclose(step(load(exported))[0], step_alone(exported)[0], atol=1e-4)

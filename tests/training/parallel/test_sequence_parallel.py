@@ -136,6 +136,9 @@ def test_key_heads_are_repeated_until_ranks_can_share_them(key_heads: int, size:
         ({"rope_scaling": {"type": "dynamic"}}, "embedding of model.path /m is of type dynamic, which depends on the"),
         ({"rope_scaling": {"rope_type": "longrope"}}, "is of type longrope"),
         ({"rope_parameters": {"full_attention": {"rope_type": "longrope"}}}, "is of type longrope"),
+        ({"model_type": "qwen3_next"}, "model.path /m has layers with a state, which compute whole samples"),
+        ({"text_config": {"model_type": "qwen3_5_text"}}, "has layers with a state"),
+        ({"model_type": "granitemoehybrid", "layer_types": ["mamba", "attention"]}, "has layers with a state"),
     ],
 )
 def test_models_that_ranks_cannot_share(settings: dict[str, Any], message: str) -> None:
@@ -147,6 +150,7 @@ def test_models_that_ranks_cannot_share(settings: dict[str, Any], message: str) 
 def test_models_that_ranks_can_share() -> None:
     rotary = {"rope_scaling": None, "rope_parameters": {"rope_type": "yarn", "factor": 4}}
     refuse_unsplittable("model.path", "/m", {"num_attention_heads": 16, **rotary}, 8)
+    refuse_unsplittable("model.path", "/m", {"model_type": "granitemoehybrid", "layer_types": ["attention"] * 2}, 8)
     refuse_unsplittable("model.path", "/m", {}, 8)
     refuse_unsplittable("model.path", "/m", {"num_attention_heads": 7, "rope_scaling": {"type": "dynamic"}}, 1)
 
