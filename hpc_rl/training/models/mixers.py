@@ -39,7 +39,8 @@ class PerSample(nn.Module):
             return own(*inputs, **named)
         named.pop("packed_bounds", None)
         lengths, (values, layout) = self.bounds.lengths, tree_flatten((inputs, named))
-        split = [x.split(lengths, dim=1) if isinstance(x, torch.Tensor) else [x] * len(lengths) for x in values]
+        have_tokens = [isinstance(x, torch.Tensor) and x.ndim > 1 for x in values]  # [T] are positions in a cache
+        split = [x.split(lengths, 1) if has else [x] * len(lengths) for x, has in zip(values, have_tokens, strict=True)]
         samples = (tree_unflatten(list(parts), layout) for parts in zip(*split, strict=True))
         found = [own(*one, **more) for one, more in samples]
         if isinstance(found[0], tuple):
