@@ -28,6 +28,22 @@ _LIGER = (
     "smollm3",
 )
 """model_type of the dense models for which Liger has all three kernels; `make test-liger` compares each of them."""
+MIXERS = {
+    "bamba": "BambaMixer",
+    "falcon_h1": "FalconH1Mixer",
+    "granitemoehybrid": "GraniteMoeHybridMambaLayer",
+    "jamba": "JambaMambaMixer",
+    "kimi_linear": "KimiLinearDeltaAttention",
+    "lfm2": "Lfm2ShortConv",
+    "lfm2_moe": "Lfm2MoeShortConv",
+    "minimax": "MiniMaxLightningAttention",
+    "nemotron_h": "NemotronHMamba2Mixer",
+    "olmo_hybrid": "OlmoHybridGatedDeltaNet",
+    "qwen3_5_moe_text": "Qwen3_5MoeGatedDeltaNet",
+    "qwen3_5_text": "Qwen3_5GatedDeltaNet",
+    "qwen3_next": "Qwen3NextGatedDeltaNet",
+}
+"""model_type of models that have mixers, layers with a state -> class of these layers in transformers."""
 _QUANTISED = {
     "config.json": "quantization_config",
     "hf_quant_config.json": "quantization",
@@ -155,6 +171,11 @@ def refuse_unsplittable(key: str, path: str, settings: Mapping[str, Any], size: 
     """
     if size == 1:
         return
+    if has_mixers(settings):
+        raise UserError(
+            f"trainer.sequence_parallel={size}: {key} {path} has layers with a state, which compute whole samples "
+            "and no slices of them: use trainer.sequence_parallel=1, or another model"
+        )
     settings = _text_settings(settings)
     heads = settings.get("num_attention_heads")
     if isinstance(heads, int) and heads > 0 and heads % size:
@@ -252,6 +273,17 @@ def _text_settings(settings: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return the settings of the language model in a model that reads images too."""
     inner = settings.get("text_config")
     return inner if isinstance(inner, Mapping) else settings
+
+
+def has_mixers(settings: Mapping[str, Any]) -> bool:
+    """Return whether a model has layers with a state. Models of such a type may have attention only (Granite 4).
+
+    Args:
+        settings: of the model, as in its config.json.
+    """
+    settings = _text_settings(settings)
+    kinds = settings.get("layer_types") or ["unknown"]
+    return settings.get("model_type") in MIXERS and not set(kinds) <= {"attention", "full_attention"}
 
 
 def unscaled_positions(settings: Mapping[str, Any]) -> int:

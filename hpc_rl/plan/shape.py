@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from hpc_rl.errors import UserError
+from hpc_rl.formats.model_kind import has_mixers
 
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {},
@@ -214,6 +215,8 @@ def shape_of(config: Mapping[str, Any], name: str) -> Shape:
     for key, kind in _OTHER_LAYERS.items():
         if found.get(key):
             raise UserError(f"{name}: models of type {family} have {kind}, whose memory is not planned")
+    if has_mixers(found):
+        raise UserError(f"{name}: models of type {family} have layers with a state, whose memory is not planned")
     special = FAMILIES.get(family, {})
     hidden, heads = found["hidden_size"], found["num_attention_heads"]
     head_size = _size(found, "head_dim", hidden // heads)

@@ -172,6 +172,7 @@ def test_odd_values_count_as_missing(odd: dict[str, Any]) -> None:
         ({"model_type": "gpt2", "n_embd": 768}, "m: its config.json has no hidden_size and no intermediate_size"),
         ({**SIZES, "hidden_size": "256"}, "has no hidden_size, so"),
         ({**SIZES, "model_type": "deepseek_v3", "kv_lora_rank": 512}, "have multi-head latent attention"),
+        ({**SIZES, "model_type": "lfm2", "layer_types": ["conv"]}, "models of type lfm2 have layers with a state"),
         ({**SIZES, "model_type": "llama", "quantization_config": {"bits": 4}}, "have quantised weights"),
     ],
 )

@@ -22,6 +22,7 @@ from hpc_rl.training.models.attention import packed_attention
 from hpc_rl.training.models.attention.packed_batch import PackedBatch
 from hpc_rl.training.models.compute_weights import ComputeWeights
 from hpc_rl.training.models.four_bit import four_bit_weights
+from hpc_rl.training.models.mixers import mixers_of, split_mixers
 from hpc_rl.training.models.pretrained import Pretrained, from_pretrained
 from hpc_rl.training.models.recomputation import recompute
 from hpc_rl.training.models.rotary import follow_samples
@@ -62,6 +63,7 @@ class PackedModel(nn.Module):
         super().__init__()
         self.hf = hf
         follow_samples(hf, longest)
+        split_mixers(hf)
 
     def hidden(self, batch: PackedBatch) -> torch.Tensor:
         """Return the hidden states of the last layer, [T, H].
@@ -228,6 +230,8 @@ def refuse_unsupported_backbone(hf: PreTrainedModel) -> None:
     """Raise UserError for a model whose attention does not work on packed rows."""
     config = hf.config.get_text_config()
     kind = f"models of type {config.model_type}"
+    if mixers_of(hf, config):  # their layers have other types, and their classes do not declare their attention
+        return
     if not getattr(hf, "_supports_attention_backend", False):
         raise UserError(f"{kind} do not accept a custom attention function, which packing needs: use another model")
     other = set(getattr(config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
@@ -278,7 +282,10 @@ def count_flops(model: PackedModel) -> Flops:
     body += sum(_FROZEN_FLOPS * weight.shape.numel() for weight in four_bit_weights(model.hf).values())
     head = 0.0 if output is None else _flops_of(output.weight)
     head_size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    attention = 12 * config.num_hidden_layers * config.num_attention_heads * head_size
+    layers = config.num_hidden_layers
+    if mixers_of(model.hf, config):  # which some layers have instead of attention
+        layers = sum(hasattr(part, "is_causal") for part in model.hf.modules())
+    attention = 12 * layers * config.num_attention_heads * head_size
     return Flops(per_token=body, per_target=head, per_squared_token=float(attention))
 
 

@@ -228,7 +228,10 @@ def next_tokens(model: CausalLM, request: Request, known: Sequence[int], steps: 
     return tokens
 
 
-@pytest.mark.parametrize("settings", [{}, {"kind": "mistral", "sliding_window": 6}], ids=["full", "windows"])
+KINDS = [{}, {"kind": "mistral", "sliding_window": 6}, {"kind": "lfm2", "layer_types": ["conv", "full_attention"]}]
+
+
+@pytest.mark.parametrize("settings", KINDS, ids=["full", "windows", "states"])
 def test_responses_continue_with_new_weights(tmp_path: Path, settings: dict[str, Any]) -> None:
     old, new = (sharp_model(tmp_path / name, **settings) for name in ("old", "new"))
     with torch.no_grad():

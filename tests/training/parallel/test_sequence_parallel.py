@@ -137,6 +137,9 @@ def test_key_heads_are_repeated_until_ranks_can_share_them(key_heads: int, size:
             " 12",
         ),
         ({"text_config": {"num_attention_heads": 6}}, "does not divide the 6 query heads"),
+        ({"model_type": "qwen3_next"}, "model.path /m has layers with a state, which compute whole samples"),
+        ({"text_config": {"model_type": "qwen3_5_text"}}, "has layers with a state"),
+        ({"model_type": "granitemoehybrid", "layer_types": ["mamba", "attention"]}, "has layers with a state"),
     ],
 )
 def test_models_that_ranks_cannot_share(settings: dict[str, Any], message: str) -> None:
@@ -147,6 +150,7 @@ def test_models_that_ranks_cannot_share(settings: dict[str, Any], message: str) 
 
 def test_models_that_ranks_can_share() -> None:
     refuse_unsplittable("model.path", "/m", {"num_attention_heads": 16}, 8)
+    refuse_unsplittable("model.path", "/m", {"model_type": "granitemoehybrid", "layer_types": ["attention"] * 2}, 8)
     refuse_unsplittable("model.path", "/m", {}, 8)
     refuse_unsplittable("model.path", "/m", {"num_attention_heads": 7}, 1)
 

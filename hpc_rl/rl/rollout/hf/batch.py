@@ -17,7 +17,10 @@ from numpy.typing import NDArray
 from hpc_rl.rl.rollout.engine import Completion, Request, Span
 from hpc_rl.rl.rollout.hf.kv_cache import Decode, KVCache, Prefill, PrefillDone, grown
 from hpc_rl.rl.rollout.sampling import TokenSampler, groups_of, uniforms
+from hpc_rl.training.models.attention.packed_attention import attention_kwargs
+from hpc_rl.training.models.attention.packed_batch import pack_samples
 from hpc_rl.training.models.causal_lm import logit_factor_of, softcap_of
+from hpc_rl.training.models.mixers import mixers_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -110,6 +113,8 @@ class RunningBatch:
         self.device = device = self.weight_VH.device
         self.last_layer = hf.config.get_text_config().num_hidden_layers - 1
         self.slots = Slots(device)
+        self.has_mixers = bool(mixers_of(hf, hf.config.get_text_config()))
+        """Whether layers have a state, which the cache does not hold: each step computes whole texts."""
         self.softcap, self.logit_factor = softcap_of(hf), logit_factor_of(hf)
         self.sampler = TokenSampler(self.weight_VH, 0, self.softcap)
         self.groups = groups_of([], device)
@@ -181,14 +186,17 @@ class RunningBatch:
         """Continue with other weights: compute what is in the cache again. No sequence has ended."""
         if version == self.version:
             return
+        for sequence, steps in zip(self.sequences, self.step_B[: self.live].tolist(), strict=True):
+            sequence.spans = sequence.spans_of(steps, self.version)
+        self._compute(range(self.live), [text[:-1] for text in self._texts()])
+        self.version = version
+
+    def _texts(self) -> list[NDArray[np.int32]]:
+        """Return the tokens of each sequence, with its prompt."""
         batch = slice(0, self.live)
         tokens_BS, _ = self.slots.read(self.slot_B[batch].tolist(), int(self.step_B[batch].max()))
-        texts = []
-        for sequence, tokens_S, steps in zip(self.sequences, tokens_BS, self.step_B[batch].tolist(), strict=True):
-            sequence.spans = sequence.spans_of(steps, self.version)
-            texts.append(np.concatenate([sequence.request.prompt, tokens_S[: steps - 1]]))
-        self._compute(range(self.live), texts)
-        self.version = version
+        drawn = (tokens_S[:steps] for tokens_S, steps in zip(tokens_BS, self.step_B[batch].tolist(), strict=True))
+        return [np.concatenate([one.request.prompt, more]) for one, more in zip(self.sequences, drawn, strict=True)]
 
     def _regroup(self) -> None:
         self.groups = groups_of([sequence.request.sampling for sequence in self.sequences], self.device)
@@ -214,20 +222,28 @@ class RunningBatch:
 
     def _compute(self, rows: Sequence[int], texts: Sequence[NDArray[np.int32]]) -> None:
         """Compute keys and values of the texts, one for each row."""
+        if self.has_mixers:
+            return
         text_of = dict(zip(rows, texts, strict=True))
-        limit = PREFILL_TOKENS["cpu" if self.device.type == "cpu" else "cuda"]
-        for some in micro_batches(rows, [len(text) for text in texts], limit):
+        for some in self._passes(rows, texts):
             ids_T = torch.from_numpy(np.concatenate([text_of[row] for row in some])).long().to(self.device)
             attend = Prefill(self.cache, some, [len(text_of[row]) for row in some], self.last_layer, self.device)
             with suppress(PrefillDone):
                 self._backbone(ids_T, attend.positions_T, attend)
 
+    def _passes(self, rows: Sequence[int], texts: Sequence[NDArray[np.int32]]) -> Iterator[list[int]]:
+        limit = PREFILL_TOKENS["cpu" if self.device.type == "cpu" else "cuda"]
+        return micro_batches(rows, [len(text) for text in texts], limit)
+
     def step(self) -> None:
         """Generate one more token for each sequence."""
         batch = slice(0, self.live)
         token_B, position_B, output_B = self.token_B[batch], self.position_B[batch], self.output_B[batch]
-        attend = Decode(self.cache, position_B, int(self.length_B[batch].max()))
-        hidden_BH = self._backbone(token_B, position_B, attend)
+        if self.has_mixers:
+            hidden_BH = self._recomputed()
+        else:
+            attend = Decode(self.cache, position_B, int(self.length_B[batch].max()))
+            hidden_BH = self._backbone(token_B, position_B, attend)
         uniform_B = self.slots.uniforms.view(-1).index_select(0, output_B)
         drawn_B, logprob_B = self.sampler(self.logit_factor * hidden_BH, uniform_B, self.groups)
         self.slots.tokens.view(-1).index_copy_(0, output_B, drawn_B)
@@ -239,6 +255,17 @@ class RunningBatch:
         self.length_B[batch] += 1
         self.step_B[batch] += 1
         self.steps += 1
+
+    def _recomputed(self) -> torch.Tensor:
+        """Return hidden states [B, H] of the last tokens, from the whole texts."""
+        texts, found = self._texts(), []
+        for some in self._passes(range(self.live), texts):
+            row = pack_samples([texts[one] for one in some], [np.zeros(len(texts[one]), bool) for one in some])
+            row = row.to(self.device).last_tokens()
+            inputs = {"input_ids": row.input_ids_T[None], "position_ids": row.position_ids_T[None], "use_cache": False}
+            hidden_TH = self.hf.base_model(**inputs, **attention_kwargs(row)).last_hidden_state[0]
+            found.append(hidden_TH[row.rows_N])
+        return torch.cat(found)
 
     def _backbone(self, ids_T: torch.Tensor, positions_T: torch.Tensor, attend: Prefill | Decode) -> torch.Tensor:
         """Return hidden states [T, H]."""

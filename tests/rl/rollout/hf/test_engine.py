@@ -60,6 +60,7 @@ def plain_greedy(hf: Any, prompt: NDArray[np.int32], steps: int) -> list[int]:
         ("gemma2", {"final_logit_softcapping": 2.0, "attn_logit_softcapping": 2.0, "sliding_window": 6}),
         ("granite", {"logits_scaling": 3.0}),
         ("gpt_oss", {"num_attention_heads": 4, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 6}),
+        ("lfm2", {"layer_types": ["conv", "full_attention"]}),
     ],
     ids=[
         "qwen2",
@@ -71,6 +72,7 @@ def plain_greedy(hf: Any, prompt: NDArray[np.int32], steps: int) -> list[int]:
         "soft-capping",
         "scaled logits",
         "experts, sinks",
+        "states",
     ],
 )
 def test_greedy_equals_a_plain_loop(tmp_path: Path, kind: str, settings: dict[str, Any]) -> None:

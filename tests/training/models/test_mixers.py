@@ -1,0 +1,213 @@
+"""Models with layers that have a state compute each sample of a packed row as transformers computes it alone."""
+
+from __future__ import annotations
+
+import sys
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch.nn.functional import cross_entropy
+from transformers import AutoModelForCausalLM
+
+from hpc_rl.config.training.common import ModelConfig, TrainingConfig
+from hpc_rl.errors import EXIT_STOPPED, UserError
+from hpc_rl.formats.model_kind import MIXERS, has_mixers
+from hpc_rl.rl.weights.base import WeightSource
+from hpc_rl.training.models import causal_lm as models
+from hpc_rl.training.models.attention.packed_batch import pack_samples
+from hpc_rl.training.models.causal_lm import CausalLM, causal_lm, count_flops
+from hpc_rl.training.models.loading import load_sharded
+from hpc_rl.training.models.mixers import PerSample
+from hpc_rl.training.models.stored_form import StoredForm
+from hpc_rl.training.parallel.distributed import World
+from tests.finetune.jobs import run_here, run_job, series
+from tests.helpers import make_tiny_model, write_chats
+
+pytest.importorskip("transformers.models.olmo_hybrid", reason="older versions have fewer of these models")
+WORLD = World(0, 1, torch.device("cpu"))
+LENGTHS = (7, 40, 13, 3, 21)
+MAMBA2 = {"mamba_n_heads": 8, "mamba_d_head": 16, "mamba_d_state": 8, "mamba_chunk_size": 8}
+DELTA = {
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+    "layer_types": ["linear_attention", "linear_attention", "full_attention"],
+}
+EXPERTS = {
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16,
+    "shared_expert_intermediate_size": 16,
+}
+KINDS: dict[str, dict[str, Any]] = {
+    "bamba": {**MAMBA2, "attn_layer_indices": [1]},
+    "falcon_h1": {
+        **MAMBA2,
+        "mamba_d_ssm": 128,
+        "mamba_rms_norm": True,
+        "ssm_in_multiplier": 0.5,
+        "lm_head_multiplier": 2.0,
+    },
+    "granitemoehybrid": {
+        **MAMBA2,
+        **{"num_local_experts": 4, "num_experts_per_tok": 2, "shared_intermediate_size": 32, "logits_scaling": 2},
+        **{"layer_types": ["mamba", "attention", "mamba"], "residual_multiplier": 0.5, "mamba_n_groups": 1},
+    },
+    "jamba": {
+        **{"attn_layer_period": 3, "attn_layer_offset": 1, "expert_layer_period": 2, "expert_layer_offset": 1},
+        **{"num_experts": 4, "num_experts_per_tok": 2, "mamba_d_state": 4, "use_mamba_kernels": False},
+    },
+    "kimi_linear": {
+        **{"linear_head_dim": 8, "linear_num_heads": 4, "layer_types": DELTA["layer_types"], "num_key_value_heads": 4},
+        **{"kv_lora_rank": 16, "qk_rope_head_dim": 8, "v_head_dim": 16, "qk_nope_head_dim": 8},
+        **{"num_local_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16},
+    },
+    "lfm2": {"layer_types": ["conv", "full_attention", "conv"], "conv_L_cache": 3},
+    "lfm2_moe": {**EXPERTS, "layer_types": ["conv", "full_attention", "conv"], "num_dense_layers": 1},
+    "minimax": {
+        **{"layer_types": ["linear_attention", "full_attention", "linear_attention"], "block_size": 8},
+        **{"num_local_experts": 4, "num_experts_per_tok": 2, "linear_attn_alpha_factor": 1.5},
+    },
+    "nemotron_h": {
+        **{"layers_block_type": ["mamba", "moe", "attention", "mlp"], "layers": 4},
+        **{"mamba_num_heads": 4, "mamba_head_dim": 8, "ssm_state_size": 8, "n_groups": 2, "chunk_size": 8},
+        **{"n_routed_experts": 4, "moe_intermediate_size": 16, "moe_shared_expert_intermediate_size": 16},
+    },
+    "olmo_hybrid": DELTA,
+    "qwen3_5_text": DELTA,
+    "qwen3_5_moe_text": {**DELTA, **EXPERTS, "shared_expert_intermediate_size": 16},
+    "qwen3_next": {**DELTA, **EXPERTS, "shared_expert_intermediate_size": 16, "mlp_only_layers": [0]},
+}
+
+
+def tiny(folder: Path, kind: str) -> str:
+    settings = {"layers": 3, "hidden": 64, "num_attention_heads": 4, "initializer_range": 0.1, **KINDS[kind]}
+    return str(make_tiny_model(folder, kind=kind, **settings))
+
+
+def load(path: str, **options: Any) -> CausalLM:
+    config = ModelConfig.model_validate({"path": path, "dtype": "float32", **options})
+    return load_sharded(causal_lm(config), WORLD, TrainingConfig())
+
+
+def samples() -> list[np.ndarray]:
+    ids = np.random.default_rng(1).integers(3, 300, sum(LENGTHS))
+    return np.split(ids, np.cumsum(LENGTHS)[:-1])
+
+
+def step(model: CausalLM) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """The logits of all positions with a target, and the gradients of the mean loss."""
+    batch = pack_samples(samples(), [np.arange(length) > 0 for length in LENGTHS])
+    logits_NV = model(batch, lambda hidden_NH, weight_VH: hidden_NH @ weight_VH.T)
+    cross_entropy(logits_NV, batch.targets_N).backward()
+    return logits_NV.detach(), {name: p.grad for name, p in model.hf.named_parameters() if p.grad is not None}
+
+
+def step_alone(path: str) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """The same, of each sample alone in unchanged transformers."""
+    hf = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).train()
+    found = []
+    for ids in map(torch.from_numpy, samples()):
+        logits_TV = hf(input_ids=ids[None], use_cache=False).logits[0, :-1]
+        (cross_entropy(logits_TV, ids[1:], reduction="sum") / (sum(LENGTHS) - len(LENGTHS))).backward()
+        found.append(logits_TV.detach())
+    return torch.cat(found), {name: p.grad for name, p in hf.named_parameters() if p.grad is not None}
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("kind", KINDS)
+def test_packed_rows_are_the_samples(tmp_path: Path, kind: str, recompute: bool) -> None:
+    path = tiny(tmp_path, kind)
+    logits_NV, gradients = step(load(path, enable_gradient_checkpointing=recompute))
+    alone_NV, expected = step_alone(path)
+    assert torch.allclose(logits_NV, alone_NV, atol=1e-5, rtol=1e-4)
+    assert gradients.keys() == expected.keys()
+    for name, gradient in gradients.items():
+        scale = expected[name].abs().max().clamp_min(1e-4)
+        assert torch.allclose(gradient / scale, expected[name] / scale, atol=1e-4), name
+
+
+def test_each_kind_is_tried() -> None:
+    assert KINDS.keys() == MIXERS.keys()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_without_the_split_the_model_is_refused(tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(models, "split_mixers", lambda _hf: None)
+    with pytest.raises(UserError, match="cannot be trained in packed rows: the hidden states of a sample are not"):
+        load(tiny(tmp_path, kind))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_bfloat16_adapters_and_names_of_weights(tmp_path: Path, kind: str) -> None:
+    """Adapters are on the projections of mixers, and engines receive what the files contain."""
+    path = tiny(tmp_path, kind)
+    model = load(path, dtype="bfloat16", lora={"rank": 2})
+    mixers = {name for name, part in model.hf.named_modules() if isinstance(part, PerSample)}
+    assert mixers and has_mixers(model.hf.config.to_dict())
+    assert model.adapters is not None
+    assert mixers == {name.rpartition(".")[0] for name in model.adapters.layers} & mixers
+    step(model)
+    expected = load_file(Path(path, "model.safetensors"))
+    found = dict(WeightSource(model.hf, torch.float32, stored=StoredForm(model.hf)))
+    buffers = {name.rpartition(".")[2] for name, _ in model.hf.named_buffers()}
+    assert found.keys() == {name for name in expected if name.rpartition(".")[2] not in buffers}
+    assert all(found[name].shape == expected[name].shape for name in found)
+
+
+def test_kernels_receive_one_sample_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also if a layer is recomputed after another row; and no boundaries, which a kernel could read in another way."""
+    model = load(tiny(tmp_path, "qwen3_next"), enable_gradient_checkpointing=True)
+    source = sys.modules[type(model.hf).__module__]
+    own, calls = source.torch_chunk_gated_delta_rule, list[int]()
+
+    def counted(query: torch.Tensor, *others: Any, cu_seqlens: None, **named: Any) -> Any:
+        assert cu_seqlens is None and "packed_bounds" not in named
+        calls.append(query.shape[1])
+        return own(query, *others, **named)
+
+    monkeypatch.setattr(source, "torch_chunk_gated_delta_rule", counted)
+    first, second = (pack_samples(one, [np.arange(len(ids)) > 0 for ids in one]) for one in (samples(), samples()[:2]))
+    losses = [model(row, lambda hidden_NH, _: hidden_NH.sum()) for row in (first, second)]
+    assert calls == [*LENGTHS, *LENGTHS, *LENGTHS[:2], *LENGTHS[:2]]
+    calls.clear()
+    losses[0].backward()
+    assert calls == [*LENGTHS, *LENGTHS]
+
+
+def test_a_layer_without_the_samples_is_an_error(tmp_path: Path) -> None:
+    model = load(tiny(tmp_path, "lfm2"))
+    with pytest.raises(UserError, match="lfm2 do not pass the samples' lengths to their layers"):
+        model.hf(torch.tensor([[3, 4, 5]]), use_cache=False)
+
+
+def test_attention_counts_in_the_layers_that_have_it(tmp_path: Path) -> None:
+    count = {kind: count_flops(load(tiny(tmp_path / kind, kind))).per_squared_token for kind in ("lfm2", "falcon_h1")}
+    assert count == {"lfm2": 12 * 64, "falcon_h1": 3 * 12 * 64}
+
+
+def test_two_ranks_stop_resume_and_export(tmp_path: Path) -> None:
+    base = [
+        f"model.path={tiny(tmp_path / 'base', 'qwen3_next')}",
+        f"data.train_files={write_chats(tmp_path / 'train.jsonl', 31)}",
+        *("data.train_batch_size=8", "optim.lr=1e-2", "trainer.device=cpu", "trainer.micro_tokens=1024"),
+    ]
+    start = partial(run_job, base, tmp_path / "run", "model.enable_gradient_checkpointing=true", ranks=2)
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "stop").touch()
+    assert [code for code, _, _ in start()] == [EXIT_STOPPED] * 2
+    (tmp_path / "run" / "stop").unlink()
+    results = start()
+    assert [code for code, _, _ in results] == [0, 0], results
+    assert "resuming after step 1" in results[0][1]
+    assert run_here(base, tmp_path / "whole", "trainer.export=false") == 0
+    losses = series(tmp_path / "run", "train/loss")
+    assert losses == pytest.approx(series(tmp_path / "whole", "train/loss"), abs=1e-4) and losses[-1] < losses[0]
+    exported = str(tmp_path / "run" / "model")
+    assert torch.allclose(step(load(exported))[0], step_alone(exported)[0], atol=1e-4)
