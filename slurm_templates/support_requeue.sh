@@ -61,12 +61,12 @@ requeue() { # WHY [NODES TO LEAVE OUT]
 }
 stopped_by_user() { [ -e "$HPC_RL_RUN_DIR/stop" ] && ! resumes_later; }
 
-remains_ended() { # WHY, THE RULE
+remains_ended() { # MESSAGE, THE RULE
   if slurm_has_requeued; then
-    echo "hpc-rl: $1; Slurm has queued job $job again"
+    echo "$1; Slurm has queued job $job again"
     terminated=REQUEUED
   else
-    echo "hpc-rl: $1; job $job is not queued again$2"
+    echo "$1; job $job is not queued again$2"
   fi
 }
 
@@ -94,10 +94,10 @@ queue_again_if_due() {
     failures=$(grep --count "^$job " "$HPC_RL_RUN_DIR/lost-nodes") || failures=${failures:-0}
     [ "$failures" -gt "$hpc_rl_max_node_failures" ] ||
       requeue "lost $lost_nodes ($failures of at most $hpc_rl_max_node_failures times)" "$lost_nodes"
-    remains_ended "lost $lost_nodes" " (slurm.max_node_failures is $hpc_rl_max_node_failures)"
+    remains_ended "hpc-rl: lost $lost_nodes" " (slurm.max_node_failures is $hpc_rl_max_node_failures)"
   elif [ -e "$HPC_RL_ATTEMPT_DIR/.hang" ]; then
     [ -e "$HPC_RL_RUN_DIR/attempt-$((attempt - 1))/.hang" ] ||
       requeue "the job hung ($(head -n 1 "$HPC_RL_ATTEMPT_DIR/.hang"))"
-    remains_ended "the attempt before hung too" ''
+    remains_ended "hpc-rl: the attempt before hung too" ''
   fi
 }
