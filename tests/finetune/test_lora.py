@@ -96,19 +96,9 @@ def plain_sft(model: Any, batch: list[Any]) -> torch.Tensor:
     return -sum((total for total, _ in found), torch.zeros(())) / sum(count for _, count in found)
 
 
-@pytest.mark.parametrize(
-    ("kind", "splits"),
-    [
-        ("sft", list(SPLITS)),
-        *((kind, ["many micro-batches"]) for kind in ("dpo", "rm")),
-        *(long(kind, ["packed", "unpacked"]) for kind in ("dpo", "rm")),
-    ],
-)
-def test_loss_and_gradients_equal_those_of_a_plain_loop(
-    folder: Path, tmp_path: Path, kind: str, splits: list[str]
-) -> None:
-    for split in splits:
-        more = SPLITS[split]
+@pytest.mark.parametrize("kind", KINDS)
+def test_loss_and_gradients_equal_those_of_a_plain_loop(folder: Path, tmp_path: Path, kind: str) -> None:
+    for split, more in SPLITS.items():
         config = config_of(kind, [*overrides(folder, kind), *more])
         state = load(config, RunDir(tmp_path / split), ALONE)
         torch.manual_seed(1)

@@ -36,7 +36,6 @@ from hpc_rl.training.parallel.distributed import World
 from hpc_rl.training.perf import Clock
 from tests.finetune.jobs import ALONE, run_here, run_job, run_several, series
 from tests.helpers import make_tiny_model
-from tests.marks import long
 from tests.tracking.runs import plot_titles
 
 LABELS = ["algorithm.loss=kto", "data.label_key=label"]
@@ -184,18 +183,9 @@ def plain_rm(name: str, model: Any, batch: list[Any]) -> torch.Tensor:
     return total / len(batch)
 
 
-@pytest.mark.parametrize(
-    ("kind", "name", "splits"),
-    [
-        *((kind, name, list(SPLITS) if name in OFTEN else ["many micro-batches"]) for kind, name in CASES),
-        *(long(kind, name, ["packed", "unpacked"]) for kind, name in CASES if name not in OFTEN),
-    ],
-)
-def test_loss_and_gradients_equal_those_of_a_plain_loop(
-    folder: Path, tmp_path: Path, kind: str, name: str, splits: list[str]
-) -> None:
-    for split in splits:
-        more = SPLITS[split]
+@pytest.mark.parametrize(("kind", "name"), CASES, ids=[f"{kind} {name}" for kind, name in CASES])
+def test_loss_and_gradients_equal_those_of_a_plain_loop(folder: Path, tmp_path: Path, kind: str, name: str) -> None:
+    for split, more in SPLITS.items():
         config = config_of(kind, [*overrides(folder, kind, name), *more])
         state = load(config, RunDir(tmp_path / split), ALONE)
         torch.manual_seed(1)

@@ -1,14 +1,17 @@
 """The cluster that has a job is asked by every later command, whatever the shell says meanwhile."""
 
+import io
 import json
-import os
 import re
 import subprocess
+import sys
 from collections.abc import Callable
+from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 
 import pytest
 
+from hpc_rl import cli
 from hpc_rl.errors import UnclearError, UserError
 from hpc_rl.run_dir import RunDir
 from hpc_rl.runs.status import status_of
@@ -19,9 +22,7 @@ from hpc_rl.submission.request import JobRequest
 from hpc_rl.submission.script.directives import clusters_of, environment_notes
 from hpc_rl.submission.series import sweep
 from hpc_rl.submission.series.after import After
-from tests import helpers
 from tests.fake_slurm import calls, environment, fake_slurm
-from tests.marks import long
 
 PROGRAM = ("trainer.device=cpu", "--", "train.py")
 HpcRl = Callable[..., subprocess.CompletedProcess[str]]
@@ -38,7 +39,16 @@ def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def hpc_rl(*words: str, **variables: str) -> subprocess.CompletedProcess[str]:
-    return helpers.hpc_rl(*words, environ={**os.environ, **variables})
+    """Run a command in this process: its imports would take longer than all that it does."""
+    out, errors = io.StringIO(), io.StringIO()
+    with pytest.MonkeyPatch.context() as patch, redirect_stdout(out), redirect_stderr(errors):
+        for name, value in variables.items():
+            patch.setenv(name, value)
+        patch.setattr(sys, "argv", ["hpc-rl", *words])
+        with pytest.raises(SystemExit) as left:
+            cli.main()
+    assert isinstance(left.value.code, int)
+    return subprocess.CompletedProcess(words, left.value.code, out.getvalue(), errors.getvalue())
 
 
 def asked(folder: Path, since: int) -> dict[str, list[str]]:
@@ -50,7 +60,7 @@ def asked(folder: Path, since: int) -> dict[str, list[str]]:
     return found
 
 
-@pytest.mark.parametrize("variable", [long("SLURM_CLUSTERS"), "SBATCH_CLUSTERS"])
+@pytest.mark.parametrize("variable", ["SLURM_CLUSTERS", "SBATCH_CLUSTERS"])
 def test_the_cluster_of_a_variable_is_that_of_the_job_for_ever(tmp_path: Path, slurm: Path, variable: str) -> None:
     (slurm / "sbatch.text").write_text("7;foo\n")
     done = hpc_rl("submit", "torchrun", "--job-name", "mine", *PROGRAM, **{variable: "foo", "SLURM_JWT": "token"})
@@ -158,9 +168,7 @@ def test_the_id_is_that_of_the_line_in_which_sbatch_states_it(printed: str, expe
     assert submitted(printed) == expected
 
 
-@pytest.mark.parametrize(
-    "printed", ["", long("all jobs 99 fine\n"), "99\n12\n", long("Submitted batch job 12 times\n")]
-)
+@pytest.mark.parametrize("printed", ["", "all jobs 99 fine\n", "99\n12\n", "Submitted batch job 12 times\n"])
 def test_without_one_answer_nothing_is_cancelled(tmp_path: Path, slurm: Path, printed: str) -> None:
     (slurm / "sbatch.text").write_text(printed)
     done = hpc_rl("submit", "torchrun", *PROGRAM)

@@ -63,7 +63,6 @@ def test_separate_pools_agree_with_a_shared_one(run: Runs, tmp_path: Path, one_w
     same_metrics(tmp_path, one_worker)
 
 
-@pytest.mark.long
 def test_engines_in_a_pool_of_their_own_agree(run: Runs, tmp_path: Path, one_worker: Path) -> None:
     pools = "pools={spec: {train: [2], engines: [1]}, roles: {rollout: engines}}"
     assert run(tmp_path, *OPTIONS, "trainer.n_gpus_per_node=3", pools) == 0

@@ -245,7 +245,6 @@ def test_several_outputs_need_weights(generation: Generations, tmp_path: Path) -
         generation(tmp_path / "with", "reward.weights=[1,0.5]")
 
 
-@pytest.mark.long
 def test_a_model_without_a_trained_head_is_refused(generation: Generations, tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"reward\.model .* has no trained head 'score'"):
         generation(tmp_path, f"reward.model={generation.model}")

@@ -176,7 +176,6 @@ def test_a_transfer_that_drops_adapters_ends_the_run(run: Runs, tmp_path: Path) 
     assert [step["step"] for step in metrics(tmp_path)] == [0, 1]
 
 
-@pytest.mark.long
 def test_a_transfer_of_wrong_weights_ends_the_run_before_the_first_update(run: Runs, tmp_path: Path) -> None:
     with run.state(tmp_path, *LORA, *ENGINE_POOL) as state:
         break_on(state, send_other_weights)

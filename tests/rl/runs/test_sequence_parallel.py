@@ -31,7 +31,6 @@ def test_the_same_metrics(run: Runs, tmp_path: Path, options: tuple[str, ...], r
     same_metrics(tmp_path / "shared", tmp_path / "alone", 1e-4)
 
 
-@pytest.mark.long
 def test_a_teacher(run: Runs, tmp_path: Path) -> None:
     teacher = make_tiny_model(tmp_path / "teacher", layers=1)
     options = ("algorithm=opd", f"teacher.path={teacher}", "trainer.n_gpus_per_node=2")
