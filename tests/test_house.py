@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-MOST_LINES = {"hpc_rl": 72470, "tests": 74077}
+MOST_LINES = {"hpc_rl": 72686, "tests": 74895}
 """Lines of Python."""
 MOST_FILES = 17
 CROWDED = {

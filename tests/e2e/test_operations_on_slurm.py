@@ -197,7 +197,6 @@ def test_a_job_in_an_allocation_waits_for_nothing(workspace: Workspace) -> None:
     assert workspace.status("fails")["state"] == "FAILED"
 
 
-@pytest.mark.long
 def test_a_job_inside_a_job_step_that_holds_the_node_runs(workspace: Workspace) -> None:
     """As in `srun --pty bash`, or a Jupyter that srun has started. The second job waits for a step beside it."""
     python = shlex.quote(sys.executable)
@@ -214,7 +213,6 @@ def test_a_job_inside_a_job_step_that_holds_the_node_runs(workspace: Workspace) 
     assert workspace.status("waits")["state"] == "FAILED"
 
 
-@pytest.mark.long
 def test_a_job_in_an_allocation_is_cancelled_and_the_allocation_stays(workspace: Workspace) -> None:
     python = shlex.quote(sys.executable)
     command = f"{python} -m hpc_rl.cli submit torchrun --in-allocation --job-name held {' '.join(WAITING)}"

@@ -101,7 +101,7 @@ CASES = [
     case("ppo", "7B", 16, 16384, *GRPO),
     case("ppo", "7B", 8, 8192, *GRPO, HALF),
     case("ppo", "1.5B", 8, 16384, *KL, HOST_INPUTS, small="long"),
-    case("ppo", "7B", 4, 8192, *KL, "trainer.offload=all", small="long"),
+    case("ppo", "7B", 4, 8192, *KL, "trainer.offload=all", small="often"),
     case("ppo", "1.5B", 1, 8192, *GRPO, "trainer.offload=all"),
     case("ppo", "14B", 16, 8192, *KL),
     case("ppo", "32B", 32, 8192, *GRPO),
