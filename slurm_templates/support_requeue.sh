@@ -98,6 +98,6 @@ queue_again_if_due() {
   elif [ -e "$HPC_RL_ATTEMPT_DIR/.hang" ]; then
     [ -e "$HPC_RL_RUN_DIR/attempt-$((attempt - 1))/.hang" ] ||
       requeue "the job hung ($(head -n 1 "$HPC_RL_ATTEMPT_DIR/.hang"))"
-    remains_ended "hpc-rl: the attempt before hung too" ''
+    remains_ended "hpc-rl: the previous attempt also hung" ''
   fi
 }

@@ -173,8 +173,8 @@ def refuse_unsplittable(key: str, path: str, settings: Mapping[str, Any], size: 
         return
     if has_mixers(settings):
         raise UserError(
-            f"trainer.sequence_parallel={size}: {key} {path} has layers with a state, which compute whole samples "
-            "and no slices of them: use trainer.sequence_parallel=1, or another model"
+            f"trainer.sequence_parallel={size}: {key} {path} has layers with a state, which need whole samples "
+            "and cannot compute a slice: use trainer.sequence_parallel=1, or another model"
         )
     settings = _text_settings(settings)
     heads = settings.get("num_attention_heads")
@@ -206,12 +206,10 @@ def refuse_other_frequencies(key: str, path: str, settings: Mapping[str, Any], e
         if is_other.get(engine):
             remedies = ["set rollout.name=vllm"] if engine == "sglang" else []
             if is_dynamic:
-                remedies.append(
-                    f"lower data.max_prompt_length and data.max_response_length to {limit:,} together at most"
-                )
+                remedies.append(f"lower data.max_prompt_length + data.max_response_length to at most {limit:,}")
             raise UserError(
-                f"rollout.name={engine} does not compute the rotary embedding of {key} {path} (of type {kind}, for "
-                f"prompts with responses of {room:,} tokens) as training does: {', and '.join(remedies)}"
+                f"rollout.name={engine} does not compute the rotary embedding of {key} {path} (type {kind}) as "
+                f"training does, with up to {room:,} tokens of prompt and response: {', and '.join(remedies)}"
             )
 
 

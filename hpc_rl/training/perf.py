@@ -60,7 +60,7 @@ class Spans:
 class Clock:
     """The wall time of the phases of a step: `with clock("data"): ...` adds to seconds["timing_s/data"].
 
-    A phase is also one of this process's signs of life.
+    A phase is also one of this process's heartbeats.
     """
 
     def __init__(self) -> None:

@@ -189,7 +189,7 @@ def test_stopped_on_two_ranks_and_resumed_on_one(
     (tmp_path / "stop").touch()
     results = run_job(base, tmp_path, ranks=2)
     assert [code for code, _, _ in results] == [EXIT_STOPPED] * 2, results
-    assert "the teacher's most probable tokens of 44 of 44 samples or pairs are stored" in results[0][1]
+    assert "the teacher's most probable tokens are stored for 44 of 44 samples or pairs" in results[0][1]
     (tmp_path / "stop").unlink()
     monkeypatch.setattr(teacher, "Teacher", None)  # a resumed run reads what was stored
     assert run_here(base, tmp_path) == 0
@@ -215,7 +215,7 @@ def test_a_stop_while_the_teacher_computes(
     monkeypatch.setattr(precomputed, "_ROUND", 8)
     monkeypatch.setattr(teacher, "_top_k", compute_and_ask)
     assert run_here(base, tmp_path) == EXIT_STOPPED
-    assert "the teacher's most probable tokens of 16 of 44 samples or pairs are stored" in capsys.readouterr().out
+    assert "the teacher's most probable tokens are stored for 16 of 44 samples or pairs" in capsys.readouterr().out
     (tmp_path / "stop").unlink()
     monkeypatch.setattr(precomputed, "_STORE_BYTES", 1)
     assert run_here(base, tmp_path) == 0

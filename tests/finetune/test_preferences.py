@@ -347,7 +347,7 @@ def test_a_stop_while_the_reference_computes(
     monkeypatch.setattr(reference, "pack_preferences", pack_and_ask)
     monkeypatch.setattr(reference, "heart", SimpleNamespace(beat=lambda: beats.append(1)))
     assert run_here(base, tmp_path) == EXIT_STOPPED
-    assert "the reference's log-probabilities of 16 of 44 samples or pairs are stored" in capsys.readouterr().out
+    assert "the reference's log-probabilities are stored for 16 of 44 samples or pairs" in capsys.readouterr().out
     assert stored_logprobs(tmp_path).shape == (16, 2)
     assert len(beats) == len(asked) > 2
     (tmp_path / "stop").unlink()

@@ -54,9 +54,9 @@ DYNAMIC = {"rope_parameters": {"full_attention": {"rope_type": "dynamic", "facto
 @pytest.mark.parametrize(
     ("settings", "engine", "room", "message"),
     [
-        (LONGROPE, "sglang", 5000, r"type longrope, for prompts with responses of 5,000 tokens\) .*: set rollout.name"),
-        (DYNAMIC, "sglang", 100, r"type dynamic, .* to 8,192 together at most"),
-        (DYNAMIC, "vllm", 8193, r"type dynamic, .*: lower data.max_prompt_length"),
+        (LONGROPE, "sglang", 5000, r"type longrope\) .* with up to 5,000 tokens of .*: set rollout.name"),
+        (DYNAMIC, "sglang", 100, r"type dynamic\) .* to at most 8,192"),
+        (DYNAMIC, "vllm", 8193, r"type dynamic\) .*: lower data.max_prompt_length"),
         (LONGROPE, "sglang", 4096, None),
         (LONGROPE, "vllm", 5000, None),
         (LONGROPE, "hf", 5000, None),
@@ -72,7 +72,7 @@ def test_engines_that_rotate_as_training_does(
     if message is None:
         refuse_other_frequencies("model.path", "/m", settings, engine, room)
         return
-    with pytest.raises(UserError, match=rf"rollout.name={engine} does not compute .* of model.path /m \(of {message}"):
+    with pytest.raises(UserError, match=rf"rollout.name={engine} does not compute .* of model.path /m \({message}"):
         refuse_other_frequencies("model.path", "/m", settings, engine, room)
 
 

@@ -114,8 +114,8 @@ class Facts:
         (Facts(1, "user", lost="n2\n"), "end"),
         # It hangs.
         (Facts(1, hangs=("2",)), "requeue: the job hung (2 is silent) []"),
-        (Facts(1, hangs=("1", "2")), "hpc-rl: the attempt before hung too; job 7 is not queued again\nend"),
-        (Facts(1, hangs=("1", "2"), slurm=RESTARTED), f"hpc-rl: the attempt before hung too; {BY_SLURM}"),
+        (Facts(1, hangs=("1", "2")), "hpc-rl: the previous attempt also hung; job 7 is not queued again\nend"),
+        (Facts(1, hangs=("1", "2"), slurm=RESTARTED), f"hpc-rl: the previous attempt also hung; {BY_SLURM}"),
         (Facts(1, hangs=("1",)), "end"),
         (Facts(1, "user", hangs=("2",)), "end"),
     ],

@@ -161,7 +161,7 @@ def _results(
         ready, left = ray.wait(left, num_returns=1, timeout=min(patience, PROGRESS_S) if show else patience)
         if not ready and show and time.monotonic() < deadline:
             show(len(found))
-            heart.beat()  # until the actors give signs of life themselves, this limit is the only one
+            heart.beat()  # until the actors have heartbeats of their own, this limit is the only one
             continue
         if not ready:
             late = ", ".join(str(by_ref[ref].actor) for ref in left if ref in wanted)

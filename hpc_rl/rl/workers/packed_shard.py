@@ -36,7 +36,7 @@ class PackedShard:
     """Number of response tokens that the policy sampled."""
 
     def micro_batches(self) -> Iterator[MicroBatch]:
-        """Yield the micro-batches of all mini-batches, in the order of their tokens. Each is a sign of life."""
+        """Yield the micro-batches of all mini-batches, in the order of their tokens. Each is a heartbeat."""
         for mini_batch in self.mini_batches:
             for micro in mini_batch:
                 yield micro

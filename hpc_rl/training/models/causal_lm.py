@@ -218,8 +218,8 @@ def refuse_unsupported(hf: PreTrainedModel) -> None:
     kind = f"models of type {config.model_type}"
     if (cap := softcap_of(hf)) is not None and config.model_type not in _CAPPED:
         raise UserError(
-            f"{kind} have final_logit_softcapping={cap}, which is supported for {', '.join(_CAPPED)}: remove it from "
-            "config.json if the model was trained without, or use another model"
+            f"{kind} have final_logit_softcapping={cap}, which is supported only for {', '.join(_CAPPED)}: remove it "
+            "from config.json if the model was trained without it, or use another model"
         )
     head = hf.get_output_embeddings()
     if head is None or getattr(head, "bias", None) is not None:
@@ -242,8 +242,8 @@ def refuse_unsupported_backbone(hf: PreTrainedModel) -> None:
     window = getattr(config, "sliding_window", None)
     if config.model_type in _WINDOWS_IN_MASKS and window and window < config.max_position_embeddings:
         raise UserError(
-            f"{kind} with windows of attention (sliding_window={window}) do not pass them to a custom attention "
-            "function, which packing needs: use another model"
+            f"{kind} use sliding-window attention (sliding_window={window}), but do not pass the window to a custom "
+            "attention function, which packing needs: use another model"
         )
     if getattr(config, "attn_temperature_tuning", False):
         raise UserError(

@@ -38,8 +38,8 @@ def follow_samples(hf: PreTrainedModel, longest: int | None = None) -> None:
     modules = [module for module in hf.modules() if _depends_on_length(module)]
     if any(module in modules for block in blocks_of(hf) for module in block.modules()):
         raise UserError(
-            f"models of type {hf.config.model_type} compute rotary embeddings that depend on the length of a sample in "
-            "each layer, which packed training does not support: use another model"
+            f"models of type {hf.config.model_type} compute their rotary embeddings in each layer, and these depend on "
+            "the length of a sample, which packed training does not support: use another model"
         )
     if not modules:
         return

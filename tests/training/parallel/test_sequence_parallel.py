@@ -137,7 +137,7 @@ def test_key_heads_are_repeated_until_ranks_can_share_them(key_heads: int, size:
             " 12",
         ),
         ({"text_config": {"num_attention_heads": 6}}, "does not divide the 6 query heads"),
-        ({"model_type": "qwen3_next"}, "model.path /m has layers with a state, which compute whole samples"),
+        ({"model_type": "qwen3_next"}, "model.path /m has layers with a state, which need whole samples"),
         ({"text_config": {"model_type": "qwen3_5_text"}}, "has layers with a state"),
         ({"model_type": "granitemoehybrid", "layer_types": ["mamba", "attention"]}, "has layers with a state"),
     ],

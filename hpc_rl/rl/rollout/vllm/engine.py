@@ -346,7 +346,7 @@ def _require_vllm() -> None:
 
 
 def _beat_at_steps(engine: Any) -> None:
-    """Record a sign of life after each step of an engine, of which one call of `generate` makes many."""
+    """Record a heartbeat after each step of an engine, of which one call of `generate` makes many."""
     step = engine.step
 
     def step_and_beat() -> Any:

@@ -147,7 +147,9 @@ def packed_attention(
     """
     if attention_mask is not None or others.get("position_bias") is not None:
         name = "position_bias" if attention_mask is None else "a mask of their own"
-        raise UserError(f"{_kind_of(module)} need {name} in attention, which packed training does not support")
+        raise UserError(
+            f"{_kind_of(module)} need {name} in attention, which packed training does not support: use another model"
+        )
     softmax = SoftmaxOptions(scaling, sliding_window, softcap, s_aux)
     if attend is not None:
         return _attend_otherwise(attend, module, query, key, value, softmax), None
