@@ -138,8 +138,8 @@ def _complete(
         waiting.clear()
         if stops:
             raise Stopped(
-                f"stopped before the first step: {what} are stored for {_items(bounds, known):,} of {len(bounds) - 1:,} "
-                "samples or pairs"
+                f"stopped before the first step: {what} are stored for {_items(bounds, known):,} of "
+                f"{len(bounds) - 1:,} samples or pairs"
             )
 
 
