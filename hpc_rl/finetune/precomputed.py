@@ -33,6 +33,10 @@ _STORE_EVERY_S = 300
 """Approximate time between two writes of the results so far."""
 _STORE_BYTES = 256 << 20
 """Bytes of results after which they are stored earlier."""
+_FORMAT = 2
+"""Increase it if a change of this project changes results: those of earlier versions are then computed again."""
+_VISIBLE_S = 90
+"""Longest time in which a new file is seen on all nodes. NFS may remember for a minute that there was none."""
 T = TypeVar("T")
 Results = NDArray[Any]
 """Results of some items, one after the other. An item has one or more; the type of a result has fields."""
@@ -167,7 +171,7 @@ def results_key(path: str, settings: Sequence[object], samples: Iterable[Sample]
         path: folder or hub name of the model.
         settings: what else its results depend on, as JSON can write it.
     """
-    digest = hashlib.sha256(json.dumps([path, folder_state(Path(path)), *settings]).encode())
+    digest = hashlib.sha256(json.dumps([_FORMAT, path, folder_state(Path(path)), *settings]).encode())
     for sample in samples:
         digest.update(len(sample.input_ids).to_bytes(8))
         digest.update(np.ascontiguousarray(sample.input_ids, np.int32).data)
@@ -192,14 +196,16 @@ def _all_stored(what: str, folder: Path, dtype: np.dtype[Any], count: int) -> li
     """Return all results.
 
     Raises:
-        UserError: a file that was just written is not there.
+        UserError: a file that was written is not there after some time.
     """
-    parts = stored(folder, dtype)
-    if (found := sum(map(len, parts))) != count:
-        raise UserError(
-            f"{folder} has {found:,} instead of {count:,} results ({what}): check that all nodes see the same run "
-            "directory, delete this folder and start the run again"
-        )
+    deadline = time.monotonic() + _VISIBLE_S
+    while (found := sum(map(len, parts := stored(folder, dtype)))) != count:
+        if time.monotonic() > deadline:
+            raise UserError(
+                f"{folder} has {found:,} instead of {count:,} results ({what}): check that all nodes see the same run "
+                "directory, delete this folder and start the run again"
+            )
+        time.sleep(0.5)
     return parts
 
 

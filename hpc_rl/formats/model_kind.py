@@ -205,11 +205,15 @@ def refuse_other_frequencies(key: str, path: str, settings: Mapping[str, Any], e
         is_other = {"vllm": is_dynamic and room > limit, "sglang": is_dynamic or (kind == "longrope" and room > limit)}
         if is_other.get(engine):
             remedies = ["set rollout.name=vllm"] if engine == "sglang" else []
-            if is_dynamic:
-                remedies.append(f"lower data.max_prompt_length + data.max_response_length to at most {limit:,}")
+            if room > limit:
+                remedies.append(
+                    "lower data.max_prompt_length + data.max_response_length (or max_model_len in "
+                    f"rollout.engine_kwargs) to at most {limit:,}"
+                )
             raise UserError(
                 f"rollout.name={engine} does not compute the rotary embedding of {key} {path} (type {kind}) as "
-                f"training does, with up to {room:,} tokens of prompt and response: {', and '.join(remedies)}"
+                f"training does, with up to {room:,} tokens of prompt and response: "
+                + (", and " if is_dynamic else ", or ").join(remedies)
             )
 
 

@@ -29,7 +29,7 @@ from hpc_rl.config.rl.ppo import PpoConfig
 from hpc_rl.errors import RunError
 from hpc_rl.finetune import train, trainer  # noqa: F401 - imported before the fork
 from hpc_rl.rl.actors import calls, process
-from hpc_rl.rl.actors.pools import Node, Pool, Slot
+from hpc_rl.rl.actors.pools import ClusterNode, Pool, Slot
 from hpc_rl.rl.loop import saving, setup  # noqa: F401
 from hpc_rl.rl.loop import trainer as rl_trainer  # noqa: F401
 from hpc_rl.rl.main_ppo import TaskRunner
@@ -187,7 +187,7 @@ def start_ppo(run: RunDir, logs: Path, options: Sequence[str]) -> NoReturn:
 
 def pools(spec: dict[str, Sequence[int]], *_: Any) -> dict[str, Pool]:
     """Return pools on this machine."""
-    node = Node("here", "here", address=1, gpus=0, cpus=8)
+    node = ClusterNode("here", "here", address=1, gpus=0, cpus=8)
     return {name: Pool(name, [Slot(i, node, None, i) for i in range(sum(sizes))]) for name, sizes in spec.items()}  # type: ignore[arg-type]
 
 

@@ -55,7 +55,7 @@ DYNAMIC = {"rope_parameters": {"full_attention": {"rope_type": "dynamic", "facto
     ("settings", "engine", "room", "message"),
     [
         (LONGROPE, "sglang", 5000, r"type longrope\) .* with up to 5,000 tokens of .*: set rollout.name"),
-        (DYNAMIC, "sglang", 100, r"type dynamic\) .* to at most 8,192"),
+        (DYNAMIC, "sglang", 100, r"type dynamic\) .*: set rollout.name=vllm$"),
         (DYNAMIC, "vllm", 8193, r"type dynamic\) .*: lower data.max_prompt_length"),
         (LONGROPE, "sglang", 4096, None),
         (LONGROPE, "vllm", 5000, None),

@@ -11,7 +11,7 @@ from hpc_rl.probes.acceptance.bench import Bench, Layout
 from hpc_rl.probes.acceptance.generation import AgreementRunner, after_update, before_update
 from hpc_rl.probes.acceptance.models import main as make_model
 from hpc_rl.rl.actors import calls, process
-from hpc_rl.rl.actors.pools import Node, Pool, Slot
+from hpc_rl.rl.actors.pools import ClusterNode, Pool, Slot
 from hpc_rl.rl.loop import setup
 from hpc_rl.rl.rollout import request_queue, rollout
 from hpc_rl.rl.workers import group, worker
@@ -50,7 +50,7 @@ def bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Bench:
     """A bench with the small model, on which runs need no Ray."""
     make_model(tmp_path / "scratch", "small", 16)
     (tmp_path / "runs").mkdir()
-    slots = [Slot(0, Node("n", "n", 0, 0, 1), None, 0)]  # type: ignore[arg-type]
+    slots = [Slot(0, ClusterNode("n", "n", 0, 0, 1), None, 0)]  # type: ignore[arg-type]
     monkeypatch.setattr(setup, "create_pools", lambda spec, *_: {name: Pool(name, slots) for name in spec})
     monkeypatch.setattr(group, "ray", SimpleNamespace(remote=Here))
     monkeypatch.setattr(request_queue, "ray", SimpleNamespace(wait=lambda refs, **_: (refs, [])))

@@ -155,6 +155,9 @@ def _argument_problems(rollout: EngineConfig, engine: str) -> Iterator[str]:
             f"rollout.engine_kwargs.{name}={arguments[name]}: hpc-rl sets this argument of {engine} itself; remove it"
             + (", and set rollout.tensor_parallel_size" if name == "tensor_parallel_size" else "")
         )
+    length = arguments.get("max_model_len", 1)
+    if not isinstance(length, int) or length < 1:
+        yield f"rollout.engine_kwargs.max_model_len={length}: expected a number of tokens; correct it, or remove it"
     for name in spec.one_only:
         if arguments.get(name, 1) not in (None, 1):
             yield (
@@ -197,8 +200,7 @@ def engine_name(rollout: EngineConfig, device: str) -> str:
 def room(config: EngineJob) -> int:
     """Return the tokens of a prompt and its response for which the engines have room. Some rotary embeddings depend on
     it."""
-    found = config.rollout.engine_kwargs.get("max_model_len")
-    return found if isinstance(found, int) and found > 0 else config.data.longest
+    return int(_arguments(config.rollout).get("max_model_len", config.data.longest))
 
 
 def engine_spec(config: EngineJob) -> EngineSpec:

@@ -41,6 +41,15 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 KEY = "model.lora.path"
+_READ = {
+    "BambaMixer": "out_proj",
+    "FalconH1Mixer": "out_proj",
+    "GraniteMoeHybridMambaLayer": "out_proj",
+    "JambaMambaMixer": "dt_proj",
+    "NemotronHMamba2Mixer": "out_proj",
+}
+"""Class of transformers -> a linear layer of it whose weight it reads, and which it does not always call: this layer can
+have neither an adapter nor 4 bits."""
 
 
 class Matrix(nn.Module):
@@ -126,9 +135,12 @@ def blocks_of(hf: PreTrainedModel) -> list[nn.Module]:
 
 
 def block_linears(hf: PreTrainedModel) -> dict[str, nn.Linear]:
-    """Return the linear layers of the transformer blocks by name."""
+    """Return the linear layers of the transformer blocks by name, but for those that are not called."""
     inside = {id(module) for block in blocks_of(hf) for module in block.modules()}
-    return {name: m for name, m in hf.named_modules() if isinstance(m, nn.Linear) and id(m) in inside}
+    read = {f"{name}.{_READ.get(type(module).__name__)}" for name, module in hf.named_modules()}
+    return {
+        name: m for name, m in hf.named_modules() if isinstance(m, nn.Linear) and id(m) in inside and name not in read
+    }
 
 
 def add_adapters(hf: PreTrainedModel, config: LoraConfig, base: str) -> Adapters:

@@ -8,7 +8,7 @@ rest of a layer computes the whole row.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from functools import partial
+from functools import cache, partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -65,10 +65,14 @@ def split_mixers(hf: PreTrainedModel) -> None:
         mixers = mixers_of(layer, config)
         for mixer in mixers:
             if not isinstance(mixer, PerSample):
-                kind = type(mixer)
-                mixer.__class__ = type(kind.__name__, (PerSample, kind), {"__module__": kind.__module__})
+                mixer.__class__ = _per_sample(type(mixer))
         if mixers:
             layer.register_forward_pre_hook(partial(_tell, mixers, config), with_kwargs=True)
+
+
+@cache  # torch.compile would compile the layers of each class again
+def _per_sample(kind: type[nn.Module]) -> type[PerSample]:
+    return type(kind.__name__, (PerSample, kind), {"__module__": kind.__module__})
 
 
 def _tell(

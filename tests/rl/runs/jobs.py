@@ -93,16 +93,15 @@ class EngineHosts:
     def remote(self, *arguments: Any) -> Any:
         while self._free:
             actor = self._free.pop(0)
+            self._taken.append(actor)
             try:
                 begun = actor.__ray_call__.remote(lambda engine, *rest: engine.__init__(*rest), *arguments)
                 ray.get(begun, timeout=TIMEOUT_S)
-                break
+                return actor
             except RayActorError:
-                continue  # a test has killed it
-        else:
-            actor = ray.remote(num_cpus=0)(EngineProcess).remote(*arguments)
-        self._taken.append(actor)
-        return actor
+                self._taken.remove(actor)  # a test has killed it
+        self._taken.append(ray.remote(num_cpus=0)(EngineProcess).remote(*arguments))
+        return self._taken[-1]
 
     def all_free(self) -> None:
         self._free += self._taken

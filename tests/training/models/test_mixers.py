@@ -22,6 +22,7 @@ from hpc_rl.training.models import causal_lm as models
 from hpc_rl.training.models.attention.packed_batch import pack_samples
 from hpc_rl.training.models.causal_lm import CausalLM, causal_lm, count_flops
 from hpc_rl.training.models.loading import load_sharded
+from hpc_rl.training.models.lora import is_adapter
 from hpc_rl.training.models.mixers import PerSample
 from hpc_rl.training.models.stored_form import StoredForm
 from hpc_rl.training.parallel.distributed import World
@@ -153,7 +154,10 @@ def test_bfloat16_adapters_and_names_of_weights(tmp_path: Path, kind: str) -> No
     assert mixers and has_mixers(model.hf.config.to_dict())
     assert model.adapters is not None
     assert mixers == {name.rpartition(".")[0] for name in model.adapters.layers} & mixers
-    step(model)
+    _, gradients = step(model)
+    assert {name for name in gradients if is_adapter(name)} == {
+        f"{name}.lora_{part}.weight" for name in model.adapters.layers for part in "AB"
+    }
     expected = load_file(Path(path, "model.safetensors"))
     found = dict(WeightSource(model.hf, torch.float32, stored=StoredForm(model.hf)))
     buffers = {name.rpartition(".")[2] for name, _ in model.hf.named_buffers()}
