@@ -48,7 +48,7 @@ _READ = {
     "JambaMambaMixer": "dt_proj",
     "NemotronHMamba2Mixer": "out_proj",
 }
-"""Class of transformers -> a linear layer of it whose weight it reads, and which it does not always call: this layer can
+"""Class of transformers -> a linear layer of it whose weight it reads, and which it does not always call: this one can
 have neither an adapter nor 4 bits."""
 
 
