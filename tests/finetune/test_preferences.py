@@ -320,7 +320,7 @@ def test_stopped_on_two_ranks_and_resumed_on_one(
     (tmp_path / "stop").touch()
     results = run_job(base, tmp_path, ranks=2)
     assert [code for code, _, _ in results] == [EXIT_STOPPED] * 2, results
-    assert "stopped before the first step: the reference's log-probabilities of 44 of 44" in results[0][1]
+    assert "stopped before the first step: the reference's log-probabilities are stored for 44 of 44" in results[0][1]
     (tmp_path / "stop").unlink()
     monkeypatch.setattr("hpc_rl.finetune.reference.Reference", None)  # a resumed run reads what was stored
     assert run_here(base, tmp_path) == 0
