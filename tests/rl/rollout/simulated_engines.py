@@ -185,6 +185,7 @@ class PolicyWorkers:
         return Pending(lambda _: self._send())
 
     def _connect(self, engines: EngineActors, transfer: str) -> None:
+        assert engines.actors, "a sender without an engine"
         for engine in engines.actors:
             engine.receive(None)
         self.engines, self.transfer, self.connections = engines, transfer, self.connections + 1

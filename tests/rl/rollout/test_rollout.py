@@ -108,6 +108,7 @@ def test_engines_on_the_policys_gpus_share_them_and_sleep(ray: Cluster) -> None:
 
 def test_engines_that_share_gpus_sleep_from_their_start_on(ray: Cluster) -> None:
     """They are asleep while the workers load their models, and receive weights before they generate."""
+    ray.load_s = 1000.0  # longer than any other call may take
     setting = Setting(ray, ppo_config(*CUDA), pool(2), 0.5)
     setting.rollout.wait_before_workers(MODEL_S)
     assert ray.places == [(0, "asleep", None), (1, "asleep", None)] and not any(ray.gpus.values())
