@@ -183,6 +183,8 @@ class SeparateRollout(Rollout):
 
     def sleep(self) -> None:
         if self._sleeps:
+            if not self._has_weights:  # another engine may start in the place of one that died in its sleep
+                self._make_room()
             self.queue.wait_for_starts()  # an engine that loads needs the memory that training is about to use
             while not self.queue.tell("sleep", CONTROL_TIMEOUT_S):
                 self.queue.wait_for_starts()

@@ -215,10 +215,16 @@ def test_an_engine_that_starts_while_another_falls_asleep_sleeps_too(ray: Cluste
     assert ray.places == [(0, "asleep", None), (2, "asleep", None)] and not any(ray.gpus.values())
 
 
-@pytest.mark.parametrize("when", ["sleep", "answer", "wake"])
+@pytest.mark.parametrize("when", ["sleep", "second sleep", "answer", "wake"])
 def test_an_engine_that_died_in_its_sleep_is_replaced(ray: Cluster, when: str) -> None:
     """Found before it sleeps, before it gets weights, and before it wakes."""
     setting = sharing(ray)
+    if when == "second sleep":
+        setting.workers.train(1)
+        ray.engines[1].die()
+        setting.rollout.sleep()
+        assert ray.places == [(0, "asleep", None), (2, "asleep", None)]
+        return
     if when == "sleep":
         setting.rollout.wake()
         ray.engines[1].die()
