@@ -25,6 +25,10 @@ class Refusal(NamedTuple):
     """Whether only their LM head is the reason, so that critics and reward models of these families are not refused."""
 
 
+def _types(names: str) -> frozenset[str]:
+    return frozenset(names.split())
+
+
 _DECODERS = "use a decoder of a newer family, such as llama, olmo2, qwen3 or gemma3_text"
 _FULL = "use a model whose tokens attend to all tokens before, or to a window of them"
 
@@ -32,45 +36,43 @@ REFUSALS = {
     "state": Refusal(
         "have layers with a state that packed rows cannot divide into samples",
         "use a family with such layers that is supported: bamba, granitemoehybrid, nemotron_h, qwen3_5 or qwen3_next",
-        frozenset("falcon_mamba mamba mamba2 recurrent_gemma rwkv xlstm zamba zamba2 zaya".split()),
+        _types("falcon_mamba mamba mamba2 recurrent_gemma rwkv xlstm zamba zamba2 zaya"),
     ),
     "keys": Refusal(
         "attend to selected or compressed keys, and packed training computes attention to all of them",
         "use a model with full attention, such as deepseek_v3, glm4_moe or qwen3_moe",
-        frozenset("axk2 deepseek_v32 deepseek_v4 glm_moe_dsa hy_v4".split()),
+        _types("axk2 deepseek_v32 deepseek_v4 glm_moe_dsa hy_v4"),
     ),
-    "mask": Refusal(
-        "need a mask of their own in attention, which depends on the tokens", _DECODERS, frozenset({"doge"})
-    ),
+    "mask": Refusal("need a mask of their own in attention, which depends on the tokens", _DECODERS, _types("doge")),
     "encoder": Refusal(
         "are encoders, which do not predict the next token",
         _DECODERS,
-        frozenset(
+        _types(
             "albert bert bert-generation big_bird camembert data2vec-text deberta deberta-v2 distilbert electra ernie "
             "megatron-bert modernbert rembert roberta roberta-prelayernorm roc_bert roformer xlm xlm-roberta "
-            "xlm-roberta-xl xmod".split()
+            "xlm-roberta-xl xmod"
         ),
     ),
     "encoder-decoder": Refusal(
         "have an encoder and a decoder, and training computes decoders only",
         _DECODERS,
-        frozenset(
+        _types(
             "bart bigbird_pegasus blenderbot blenderbot-small led longt5 m2m_100 marian mbart mt5 mvp pegasus "
-            "pegasus_x plbart prophetnet t5 t5gemma trocr umt5 whisper".split()
+            "pegasus_x plbart prophetnet t5 t5gemma trocr umt5 whisper"
         ),
     ),
     "code": Refusal(
         "have attention, positions or hidden states that packed training cannot replace in the code of transformers",
         _DECODERS,
-        frozenset(
+        _types(
             "biogpt bloom codegen cpmant falcon git gpt_neo gpt_neox_japanese gptj inkling_text moshi mpt nemotron "
-            "openai-gpt opt qwen4_exp_text reformer stablelm xglm xlnet".split()
+            "openai-gpt opt qwen4_exp_text reformer stablelm xglm xlnet"
         ),
     ),
     "head": Refusal(
         "have no plain LM head without bias, which the chunked loss needs",
         "use a model of another family, such as phi3, llama or qwen3",
-        frozenset({"ctrl", "modernbert-decoder", "phi"}),
+        _types("ctrl modernbert-decoder phi"),
         of_head=True,
     ),
 }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -25,9 +26,20 @@ WORLD = World(0, 1, torch.device("cpu"))
 NONE = object()
 SMALL = {
     **{"vocab_size": 320, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "head_dim": 8},
-    **{"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64, "vocab_size_per_layer_input": 320},
+    **{
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 64,
+        "vocab_size_per_layer_input": 320,
+    },
     **{"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0, "tie_word_embeddings": False},
-    **{"num_experts": 4, "num_local_experts": 4, "n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1},
+    **{
+        "num_experts": 4,
+        "num_local_experts": 4,
+        "n_routed_experts": 4,
+        "num_experts_per_tok": 2,
+        "n_shared_experts": 1,
+    },
     **{"moe_intermediate_size": 16, "shared_expert_intermediate_size": 16, "n_group": 1, "topk_group": 1},
     **{"q_lora_rank": 16, "kv_lora_rank": 8, "qk_rope_head_dim": 8, "qk_nope_head_dim": 4, "v_head_dim": 8},
     **{"d_model": 32, "encoder_layers": 1, "decoder_layers": 2, "encoder_ffn_dim": 32, "decoder_ffn_dim": 32},
@@ -42,7 +54,9 @@ TWO_KINDS = {"layer_types": ["sliding_attention", "full_attention"]}
 MAMBA = {"n_mamba_heads": 8, "mamba_d_state": 8}
 ZAMBA2 = {"mamba_ngroups": 1, "mamba_headdim": 8, "num_mem_blocks": 1}
 OWN: dict[str, dict[str, Any]] = {
-    **{kind: {"hidden_size": 64, "num_hidden_layers": given.get("layers", 3), **given} for kind, given in MIXED.items()},
+    **{
+        kind: {"hidden_size": 64, "num_hidden_layers": given.get("layers", 3), **given} for kind, given in MIXED.items()
+    },
     **dict.fromkeys(("axk1", "axk2", "deepseek_v2", "deepseek_v3", "deepseek_v32", "glm4_moe_lite"), LATENT),
     **dict.fromkeys(("minicpm3", "youtu"), LATENT),
     "dbrx": {
@@ -84,7 +98,20 @@ UNBUILT = {
 }
 """model_type of families that are not tried -> why."""
 SHORT = (
-    *("bert", "deepseek_v32", "doge", "gemma3", "gpt2", "llama4", "mamba", "nanochat", "nemotron", "opt", "phi", "qwen3"),
+    *(
+        "bert",
+        "deepseek_v32",
+        "doge",
+        "gemma3",
+        "gpt2",
+        "llama4",
+        "mamba",
+        "nanochat",
+        "nemotron",
+        "opt",
+        "phi",
+        "qwen3",
+    ),
     *("recurrent_gemma", "stablelm", "vaultgemma", "whisper"),
 )
 KINDS = [kind for kind in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES if kind not in UNBUILT]
@@ -140,6 +167,15 @@ def test_the_verdict_is_what_loading_shows(tmp_path: Path, kind: str, monkeypatc
     monkeypatch.setattr(model_families, "REFUSALS", {})  # loading has to find out by itself
     problem = problem_of(tmp_path)
     assert (expected is None) == (problem is None), (expected, problem)
+
+
+def test_the_page_about_models_names_them() -> None:
+    page = (Path(__file__).parents[3] / "docs" / "models.md").read_text()
+    section = page.partition("\n## Families that are refused\n")[2].partition("\n## ")[0]
+    tried = {kind for kind in KINDS if verdict(AutoConfig.for_model(kind).to_dict()) is None}
+    for reason, families in {"yes": tried, **{each.reason: each.families for each in REFUSALS.values()}}.items():
+        (row,) = (line for line in section.splitlines() if line.startswith(f"| {reason}"))
+        assert set(re.findall("`([^`]+)`", row.split("|")[2])) == families, reason
 
 
 def test_families_that_are_not_tried_are_in_transformers() -> None:
