@@ -13,7 +13,7 @@ from hpc_rl.errors import UserError
 from hpc_rl.formats.model_kind import has_mixers, text_settings
 
 
-class Refusal(NamedTuple):
+class FamilyRefusal(NamedTuple):
     """Why models are refused, and what to do."""
 
     reason: str
@@ -33,18 +33,20 @@ _DECODERS = "use a decoder of a newer family, such as llama, olmo2, qwen3 or gem
 _FULL = "use a model whose tokens attend to all tokens before, or to a window of them"
 
 REFUSALS = {
-    "state": Refusal(
+    "state": FamilyRefusal(
         "have layers with a state that packed rows cannot divide into samples",
         "use a family with such layers that is supported: bamba, granitemoehybrid, nemotron_h, qwen3_5 or qwen3_next",
         _types("falcon_mamba mamba mamba2 recurrent_gemma rwkv xlstm zamba zamba2 zaya"),
     ),
-    "keys": Refusal(
+    "keys": FamilyRefusal(
         "attend to selected or compressed keys, and packed training computes attention to all of them",
         "use a model with full attention, such as deepseek_v3, glm4_moe or qwen3_moe",
         _types("axk2 deepseek_v32 deepseek_v4 glm_moe_dsa hy_v4"),
     ),
-    "mask": Refusal("need a mask of their own in attention, which depends on the tokens", _DECODERS, _types("doge")),
-    "encoder": Refusal(
+    "mask": FamilyRefusal(
+        "need a mask of their own in attention, which depends on the tokens", _DECODERS, _types("doge")
+    ),
+    "encoder": FamilyRefusal(
         "are encoders, which do not predict the next token",
         _DECODERS,
         _types(
@@ -53,7 +55,7 @@ REFUSALS = {
             "xlm-roberta-xl xmod"
         ),
     ),
-    "encoder-decoder": Refusal(
+    "encoder-decoder": FamilyRefusal(
         "have an encoder and a decoder, and training computes decoders only",
         _DECODERS,
         _types(
@@ -61,7 +63,7 @@ REFUSALS = {
             "pegasus_x plbart prophetnet t5 t5gemma trocr umt5 whisper"
         ),
     ),
-    "code": Refusal(
+    "code": FamilyRefusal(
         "have attention, positions or hidden states that packed training cannot replace in the code of transformers",
         _DECODERS,
         _types(
@@ -69,7 +71,7 @@ REFUSALS = {
             "openai-gpt opt qwen4_exp_text reformer stablelm xglm xlnet"
         ),
     ),
-    "head": Refusal(
+    "head": FamilyRefusal(
         "have no plain LM head without bias, which the chunked loss needs",
         "use a model of another family, such as phi3, llama or qwen3",
         _types("ctrl modernbert-decoder phi"),
@@ -103,26 +105,28 @@ def refuse_family(key: str, path: str, settings: Mapping[str, Any], with_head: b
             raise UserError(f"{key} {path} cannot be trained: models of type {kind} {found.reason}: {found.remedy}")
 
 
-def _of_settings(family: str, settings: Mapping[str, Any]) -> Iterator[Refusal]:
+def _of_settings(family: str, settings: Mapping[str, Any]) -> Iterator[FamilyRefusal]:
     """Yield why a model with these settings is refused, although others of its family may not be."""
     other = set() if has_mixers(settings) else set(settings.get("layer_types") or ()) - _LAYERS
     if other:
-        yield Refusal(f"have layers of type {', '.join(sorted(other))}, which packed training does not support", _FULL)
+        yield FamilyRefusal(
+            f"have layers of type {', '.join(sorted(other))}, which packed training does not support", _FULL
+        )
     window, use = settings.get("sliding_window"), settings.get("use_sliding_window", family != "qwen2_moe")
     if family in _WINDOWS_IN_MASKS and window and use and window < settings.get("max_position_embeddings", 0):
-        yield Refusal(
+        yield FamilyRefusal(
             f"with windows of attention (sliding_window={window}) do not pass them to a custom attention function, "
             "which packing needs",
             "use a model without windows, or of another family, such as qwen3_moe or mixtral",
         )
     if settings.get("attn_temperature_tuning", family == "llama4_text"):
-        yield Refusal(
+        yield FamilyRefusal(
             "scale queries by their position in the row instead of the sample (attn_temperature_tuning), which packed "
             "training does not support",
             "use another family, such as llama or qwen3_moe",
         )
     if (cap := settings.get("final_logit_softcapping")) is not None and family not in _CAPPED:
-        yield Refusal(
+        yield FamilyRefusal(
             f"have final_logit_softcapping={cap}, which is supported for {', '.join(_CAPPED)}",
             "remove it from config.json if the model was trained without, or use another model",
             of_head=True,
