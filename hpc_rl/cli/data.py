@@ -71,9 +71,12 @@ def check(
     from hpc_rl.config.rl.ppo import PpoConfig
     from hpc_rl.config.training.finetune import FinetuneConfig
     from hpc_rl.data.reading.check import check_data, check_rows
+    from hpc_rl.formats.model_families import refuse_family
+    from hpc_rl.plan.memory import computed_here
     from hpc_rl.runs.models import model_for
     from hpc_rl.sites.profile import load_profile
     from hpc_rl.submission.hub import hub_cache
+    from hpc_rl.system.files import read_json
 
     profile = load_profile(site).values
     model = model and model_for("--model", model, may_come=False)
@@ -89,6 +92,9 @@ def check(
         continue_in_job_python("data check", ("transformers",), config.slurm.python)
     name = config.model.tokenizer_path or config.model.path
     folder = Path(name).expanduser() if Path(name).expanduser().is_dir() else hub_cache(config).model_folder(name)
+    if folder is not None and config.model.tokenizer_path is None:
+        found = read_json(folder / "config.json", named=True)
+        refuse_family("model.path", name, found, computed_here(config)["model.path"])
     for line in check_data(file, row, config.data, config.model, folder):
         print(line)
 

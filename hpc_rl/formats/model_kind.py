@@ -145,7 +145,7 @@ def refuse_without_liger(key: str, path: str, settings: Mapping[str, Any]) -> No
         key: the option that names `path`, for the error.
         settings: of the model, as in its config.json.
     """
-    settings = _text_settings(settings)
+    settings = text_settings(settings)
     family, rotated = settings.get("model_type"), _rotated_part(settings)
     activation = settings.get("hidden_act", "silu")
     problem = None
@@ -176,7 +176,7 @@ def refuse_unsplittable(key: str, path: str, settings: Mapping[str, Any], size: 
             f"trainer.sequence_parallel={size}: {key} {path} has layers with a state, which need whole samples "
             "and cannot compute a slice: use trainer.sequence_parallel=1, or another model"
         )
-    settings = _text_settings(settings)
+    settings = text_settings(settings)
     heads = settings.get("num_attention_heads")
     if isinstance(heads, int) and heads > 0 and heads % size:
         divisors = ", ".join(str(number) for number in range(1, heads + 1) if heads % number == 0)
@@ -198,7 +198,7 @@ def refuse_other_frequencies(key: str, path: str, settings: Mapping[str, Any], e
         engine: rollout.name.
         room: most tokens of a prompt and its response.
     """
-    settings, limit = _text_settings(settings), unscaled_positions(settings)
+    settings, limit = text_settings(settings), unscaled_positions(settings)
     for table in _rotary_tables(settings):
         kind = table.get("rope_type", table.get("type"))
         is_dynamic = kind == "dynamic" and "alpha" not in table  # which is another type
@@ -225,7 +225,7 @@ def refuse_unsplittable_engine(key: str, path: str, settings: Mapping[str, Any],
         settings: of the model, as in its config.json.
         size: rollout.tensor_parallel_size.
     """
-    parts = dict(_parts_of_engine(_text_settings(settings)))
+    parts = dict(_parts_of_engine(text_settings(settings)))
     if odd := [f"{number:,} {name}" for name, number in parts.items() if not _splits(name, number, size)]:
         sizes = range(1, max(size, 8) + 1)
         fitting = [each for each in sizes if all(_splits(name, number, each) for name, number in parts.items())]
@@ -271,7 +271,7 @@ def _rotated_part(settings: Mapping[str, Any]) -> float:
     return min((float(part) for part in found if part is not None), default=1.0)
 
 
-def _text_settings(settings: Mapping[str, Any]) -> Mapping[str, Any]:
+def text_settings(settings: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return the settings of the language model in a model that reads images too."""
     inner = settings.get("text_config")
     return inner if isinstance(inner, Mapping) else settings
@@ -283,7 +283,7 @@ def has_mixers(settings: Mapping[str, Any]) -> bool:
     Args:
         settings: of the model, as in its config.json.
     """
-    settings = _text_settings(settings)
+    settings = text_settings(settings)
     kinds = settings.get("layer_types") or ["unknown"]
     return settings.get("model_type") in MIXERS and not set(kinds) <= {"attention", "full_attention"}
 
@@ -295,7 +295,7 @@ def unscaled_positions(settings: Mapping[str, Any]) -> int:
     Args:
         settings: of the model, as in its config.json.
     """
-    settings = _text_settings(settings)
+    settings = text_settings(settings)
     names = ("max_position_embeddings", "original_max_position_embeddings")
     found = (table.get(name) for table in (settings, *_rotary_tables(settings)) for name in names)
     return min((int(number) for number in found if number is not None), default=0)

@@ -80,6 +80,16 @@ def models_of(config: Planned) -> dict[str, str]:
     return found
 
 
+def computed_here(config: Planned) -> dict[str, bool]:
+    """Return the options of the models that training's own code computes, and whether it uses their LM heads."""
+    by_engine = isinstance(config, GenerateConfig) and config.rollout.name != "hf"
+    return {
+        key: key not in ("critic.path", "reward.model") and not (key == "model.path" and isinstance(config, RmConfig))
+        for key in models_of(config)
+        if key != "model.path" or not by_engine
+    }
+
+
 @dataclass(frozen=True)
 class PlacedModel:
     """A model, and the most ranks of a node that hold parts of it."""

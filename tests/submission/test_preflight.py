@@ -4,6 +4,7 @@ import importlib.util
 import json
 import re
 import shlex
+import shutil
 import sys
 from pathlib import Path
 from typing import Any
@@ -129,6 +130,20 @@ def test_liger_needs_its_package_and_a_model_that_it_supports(tmp_path: Path, mo
     other = make_tiny_model(tmp_path / "other", kind="gemma2")
     with pytest.raises(UserError, match=r"critic\.path .* is of type gemma2, which model\.use_liger=true does not"):
         check_ppo(**asked, critic__path=str(other), algorithm__advantage="gae")
+
+
+def test_families_that_training_cannot_compute_are_refused(folder: Path, model: Path) -> None:
+    for kind in ("mamba", "phi"):
+        shutil.copytree(model, folder / kind)
+        settings = json.loads((model / "config.json").read_text())
+        (folder / kind / "config.json").write_text(json.dumps({**settings, "model_type": kind}))
+    with pytest.raises(
+        UserError, match=r"model\.path mamba cannot be trained: models of type mamba have .*: use a fam"
+    ):
+        check_ppo(model__path="mamba")
+    with pytest.raises(UserError, match=r"model\.path phi cannot be trained: models of type phi have no plain LM head"):
+        check_ppo(model__path="phi")
+    check_ppo(critic__path="phi", algorithm__advantage="gae")  # which has no LM head
 
 
 @pytest.mark.parametrize("kind", ["generate", "eval"])

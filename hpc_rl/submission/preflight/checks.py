@@ -20,6 +20,7 @@ from hpc_rl.config.training.select import SelectConfig
 from hpc_rl.data.selection import check_scored
 from hpc_rl.environments.loading import ENVIRONMENT, TOOLS
 from hpc_rl.errors import UserError
+from hpc_rl.formats.model_families import refuse_family
 from hpc_rl.formats.model_kind import (
     refuse_other_frequencies,
     refuse_unsplittable,
@@ -28,7 +29,7 @@ from hpc_rl.formats.model_kind import (
 )
 from hpc_rl.images.run_options import image_preflight
 from hpc_rl.liveness.activity import doing
-from hpc_rl.plan.memory import Planned, models_of
+from hpc_rl.plan.memory import Planned, computed_here, models_of
 from hpc_rl.rewards.check import check_url
 from hpc_rl.software.ray_version import check_ray, installed_ray
 from hpc_rl.software.secrets import names_secret
@@ -220,7 +221,7 @@ def model(job: Job) -> Iterator[Question]:
         if key in ("teacher.path", "ref.path"):
             yield check_is_language_model, key, path, cache
             yield check_same_special_tokens, key, path, config.model, cache
-        if key != "model.path" or not isinstance(config, GenerateConfig) or config.rollout.name == "hf":
+        if key in computed_here(config):
             yield check_unquantised, key, path, cache
         for refuse, more in _rules_for(key, config):
             yield check_config, key, path, cache, refuse, more
@@ -238,6 +239,8 @@ def model(job: Job) -> Iterator[Question]:
 
 def _rules_for(key: str, config: Planned) -> Iterator[tuple[Callable[..., None], tuple[int | str, ...]]]:
     """Yield the rules about config.json that a model of a job has to meet, with their further arguments."""
+    if key in (computed := computed_here(config)):
+        yield refuse_family, (computed[key],)
     if not isinstance(config, GenerateConfig) and config.trainer.sequence_parallel > 1:
         yield refuse_unsplittable, (config.trainer.sequence_parallel,)
     engine_gpus = config.rollout.tensor_parallel_size if isinstance(config, PpoConfig | GenerateConfig) else 1

@@ -15,6 +15,7 @@ from torch import nn
 
 from hpc_rl.config.training.common import LoraConfig, ModelConfig, ModelSource, Sharding
 from hpc_rl.errors import UserError
+from hpc_rl.formats.model_families import REFUSALS, refuse_family
 from hpc_rl.formats.model_kind import is_classifier, refuse_without_liger
 from hpc_rl.software.installation import install_command
 from hpc_rl.training.models import lora
@@ -33,11 +34,6 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 T = TypeVar("T")
-
-_CAPPED = ("gemma2", "gemma3_text", "gemma4_text")
-"""model_type of models that cap their logits. Others may have the setting without using it."""
-_WINDOWS_IN_MASKS = ("phimoe", "qwen2_moe")
-"""model_type of models that do not pass their windows of attention to the attention function."""
 
 _FROZEN_FLOPS = 4.0
 """Operations per token of a parameter without gradient, forward and backward."""
@@ -145,7 +141,7 @@ def causal_lm(
     """
 
     def wrap(hf: PreTrainedModel, _missing: frozenset[str]) -> CausalLM:
-        refuse_unsupported(hf)
+        refuse_unsupported(hf, key, config.path)
         model = CausalLM(hf, longest)
         model.prepare_training(config if trained else config.updated("lora", LoraConfig()))
         if not dropout:
@@ -206,49 +202,37 @@ def logit_factor_of(hf: PreTrainedModel) -> float:
     return float(math.prod(multiplied) / divided)
 
 
-def refuse_unsupported(hf: PreTrainedModel) -> None:
-    """Raise UserError for a model whose results would be wrong without an error."""
+def refuse_unsupported(hf: PreTrainedModel, key: str, path: str) -> None:
+    """Raise UserError for a model whose results would be wrong without an error.
+
+    Args:
+        key: the option that names `path`, for the error.
+    """
     if is_classifier(hf.config.architectures):
         raise UserError(
-            f"{hf.config.name_or_path} is a classifier, such as a reward model, and a language model is needed; its "
-            "LM head would be new"
+            f"{path} is a classifier, such as a reward model, and a language model is needed; its LM head would be new"
         )
-    refuse_unsupported_backbone(hf)
-    config = hf.config.get_text_config()
-    kind = f"models of type {config.model_type}"
-    if (cap := softcap_of(hf)) is not None and config.model_type not in _CAPPED:
-        raise UserError(
-            f"{kind} have final_logit_softcapping={cap}, which is supported only for {', '.join(_CAPPED)}: remove it "
-            "from config.json if the model was trained without it, or use another model"
-        )
+    refuse_unsupported_backbone(hf, key, path, with_head=True)
     head = hf.get_output_embeddings()
     if head is None or getattr(head, "bias", None) is not None:
-        raise UserError(f"{kind} have no plain LM head without bias, which the chunked loss needs: use another model")
+        reason, remedy, *_ = REFUSALS["head"]
+        raise UserError(f"models of type {hf.config.model_type} {reason}: {remedy}")
 
 
-def refuse_unsupported_backbone(hf: PreTrainedModel) -> None:
-    """Raise UserError for a model whose attention does not work on packed rows."""
+def refuse_unsupported_backbone(hf: PreTrainedModel, key: str, path: str, with_head: bool = False) -> None:
+    """Raise UserError for a model whose attention does not work on packed rows.
+
+    Args:
+        key: the option that names `path`, for the error.
+        with_head: whether its LM head is used, and not a head for scores.
+    """
+    refuse_family(key, path, hf.config.to_dict(), with_head)
     config = hf.config.get_text_config()
-    kind = f"models of type {config.model_type}"
-    if mixers_of(hf, config):  # their layers have other types, and their classes do not declare their attention
-        return
-    if not getattr(hf, "_supports_attention_backend", False):
-        raise UserError(f"{kind} do not accept a custom attention function, which packing needs: use another model")
-    other = set(getattr(config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
-    if other:
+    # Layers with a state have classes that do not declare their attention.
+    if not mixers_of(hf, config) and not getattr(hf, "_supports_attention_backend", False):
         raise UserError(
-            f"{kind} have layers of type {', '.join(sorted(other))}, which packed training does not support"
-        )
-    window = getattr(config, "sliding_window", None)
-    if config.model_type in _WINDOWS_IN_MASKS and window and window < config.max_position_embeddings:
-        raise UserError(
-            f"{kind} use sliding-window attention (sliding_window={window}), but do not pass the window to a custom "
-            "attention function, which packing needs: use another model"
-        )
-    if getattr(config, "attn_temperature_tuning", False):
-        raise UserError(
-            f"{kind} scale queries by their position in the row instead of the sample (attn_temperature_tuning), which "
-            "packed training does not support: use another model"
+            f"models of type {config.model_type} do not accept a custom attention function, which packing needs: use "
+            "another model"
         )
 
 

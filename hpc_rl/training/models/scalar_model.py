@@ -166,6 +166,6 @@ def _classifier(
 
 
 def _refuse_unsupported(hf: PreTrainedModel, key: str, path: str) -> None:
-    refuse_unsupported_backbone(hf)
+    refuse_unsupported_backbone(hf, key, path)
     if not hasattr(hf, _HEAD):
         raise UserError(f"{key} {path}: models of type {hf.config.model_type} have no head {_HEAD!r}")

@@ -10,6 +10,7 @@ import torch
 
 from hpc_rl.config.training.common import ModelConfig, TrainingConfig
 from hpc_rl.errors import UserError
+from hpc_rl.formats import model_families
 from hpc_rl.probes.tiny_model import make_tiny_model
 from hpc_rl.training.models.attention import packed_attention, packed_check
 from hpc_rl.training.models.causal_lm import CausalLM, causal_lm
@@ -47,8 +48,9 @@ def test_models_that_are_right_are_loaded(tmp_path: Path, kind: str, settings: d
     assert model.hf.config._attn_implementation == packed_attention.ATTENTION
 
 
-def test_a_model_with_another_state_is_refused(tmp_path: Path) -> None:
+def test_a_model_with_another_state_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its settings name neither its layers nor its cap as other families do."""
+    monkeypatch.setattr(model_families, "REFUSALS", {})  # as for a family that is not named there
     with pytest.raises(UserError, match="recurrent_gemma cannot be trained in packed rows"):
         load(tmp_path, "recurrent_gemma", lru_width=32, attention_window_size=8, num_key_value_heads=1, layers=3)
 

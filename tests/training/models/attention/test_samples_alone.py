@@ -74,7 +74,19 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             },
         },
     ),
+    "gemma3n_text": (
+        "gemma3n_text",
+        {
+            **{"layer_types": LAYERS["layer_types"] * 2, "sliding_window": 6, "layers": 4},
+            "final_logit_softcapping": 1e4,  # it may not be None
+            **{"num_kv_shared_layers": 2, "activation_sparsity_pattern": [0.0] * 4, "laurel_rank": 4},
+            **{"vocab_size_per_layer_input": 320, "hidden_size_per_layer_input": 8},
+        },
+    ),
+    "gemma4_unified_text": ("gemma4_unified_text", {**UNCAPPED, **LAYERS, "global_head_dim": 8}),
     "mistral": ("mistral", {"sliding_window": 6}),
+    "nanochat": ("nanochat", UNCAPPED),
+    "vaultgemma": ("vaultgemma", {**UNCAPPED, **LAYERS}),
     "ministral": ("ministral", LAYERS),
     "ministral3": (
         "ministral3",
@@ -178,7 +190,7 @@ def test_this_finds_frequencies_of_another_sample(tmp_path: Path, monkeypatch: p
         ("phimoe", {"sliding_window": 6}, r"windows of attention \(sliding_window=6\) do not pass them"),
         ("qwen2_moe", {"sliding_window": 6, "use_sliding_window": True}, "windows of attention"),
         ("doge", {}, "doge need a mask of their own in attention"),
-        ("deepseek_v32", {**LATENT, **EXPERTS, "n_routed_experts": 4}, "layers of type indexed_attention"),
+        ("deepseek_v32", {**LATENT, **EXPERTS, "n_routed_experts": 4}, "attend to selected or compressed keys"),
     ],
 )
 def test_models_whose_samples_would_be_others_are_refused(

@@ -1,0 +1,133 @@
+"""Families of models that training cannot compute, by the model_type and the settings of a config.json.
+
+A model is refused before its job is queued, and by the same function when it is loaded, with the defaults of its family
+filled in. Types that are not named here get no verdict: they are tried when they are loaded (packed_check.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
+
+from hpc_rl.errors import UserError
+from hpc_rl.formats.model_kind import has_mixers, text_settings
+
+
+class FamilyRefusal(NamedTuple):
+    """Why models are refused, and what to do."""
+
+    reason: str
+    """What "models of type X" do or are."""
+    remedy: str
+    families: frozenset[str] = frozenset()
+    """model_type of all models for which this holds, whatever their settings are."""
+    of_head: bool = False
+    """Whether only their LM head is the reason, so that critics and reward models of these families are not refused."""
+
+
+def _types(names: str) -> frozenset[str]:
+    return frozenset(names.split())
+
+
+_DECODERS = "use a decoder of a newer family, such as llama, olmo2, qwen3 or gemma3_text"
+_FULL = "use a model whose tokens attend to all tokens before, or to a window of them"
+
+REFUSALS = {
+    "state": FamilyRefusal(
+        "have layers with a state that packed rows cannot divide into samples",
+        "use a family with such layers that is supported: bamba, granitemoehybrid, nemotron_h, qwen3_5 or qwen3_next",
+        _types("falcon_mamba mamba mamba2 recurrent_gemma rwkv xlstm zamba zamba2 zaya"),
+    ),
+    "keys": FamilyRefusal(
+        "attend to selected or compressed keys, and packed training computes attention to all of them",
+        "use a model with full attention, such as deepseek_v3, glm4_moe or qwen3_moe",
+        _types("axk2 deepseek_v32 deepseek_v4 glm_moe_dsa hy_v4"),
+    ),
+    "mask": FamilyRefusal(
+        "need a mask of their own in attention, which depends on the tokens", _DECODERS, _types("doge")
+    ),
+    "encoder": FamilyRefusal(
+        "are encoders, which do not predict the next token",
+        _DECODERS,
+        _types(
+            "albert bert bert-generation big_bird camembert data2vec-text deberta deberta-v2 distilbert electra ernie "
+            "megatron-bert modernbert rembert roberta roberta-prelayernorm roc_bert roformer xlm xlm-roberta "
+            "xlm-roberta-xl xmod"
+        ),
+    ),
+    "encoder-decoder": FamilyRefusal(
+        "have an encoder and a decoder, and training computes decoders only",
+        _DECODERS,
+        _types(
+            "bart bigbird_pegasus blenderbot blenderbot-small led longt5 m2m_100 marian mbart mt5 mvp pegasus "
+            "pegasus_x plbart prophetnet t5 t5gemma trocr umt5 whisper"
+        ),
+    ),
+    "code": FamilyRefusal(
+        "have attention, positions or hidden states that packed training cannot replace in the code of transformers",
+        _DECODERS,
+        _types(
+            "biogpt bloom codegen cpmant falcon git gpt_neo gpt_neox_japanese gptj inkling_text moshi mpt nemotron "
+            "openai-gpt opt qwen4_exp_text reformer stablelm xglm xlnet"
+        ),
+    ),
+    "head": FamilyRefusal(
+        "have no plain LM head without bias, which the chunked loss needs",
+        "use a model of another family, such as phi3, llama or qwen3",
+        _types("ctrl modernbert-decoder phi"),
+        of_head=True,
+    ),
+}
+"""The reasons for which whole families are refused; docs/models.md has a row for each."""
+
+_CAPPED = ("gemma2", "gemma3_text", "gemma3n_text", "gemma4_text", "gemma4_unified_text", "nanochat", "vaultgemma")
+"""model_type of models that cap their logits. Others may have the setting without using it."""
+_WINDOWS_IN_MASKS = ("phimoe", "qwen2_moe")
+"""model_type of models that do not pass their windows of attention to the attention function."""
+_LAYERS = {"attention", "full_attention", "sliding_attention"}
+"""Types of layers that packed training computes, besides layers with a state."""
+
+
+def refuse_family(key: str, path: str, settings: Mapping[str, Any], with_head: bool = True) -> None:
+    """Raise UserError if training cannot compute a model.
+
+    Args:
+        key: the option that names `path`, for the error.
+        settings: of the model, as in its config.json.
+        with_head: whether its LM head is used, and not a head for scores.
+    """
+    inner = text_settings(settings)
+    kinds = [str(each["model_type"]) for each in (inner, settings) if each.get("model_type")]
+    whole = ((kind, each) for kind in kinds for each in REFUSALS.values() if kind in each.families)
+    of_settings = ((kind, each) for kind in kinds[:1] for each in _of_settings(kind, inner))
+    for kind, found in (*whole, *of_settings):
+        if with_head or not found.of_head:
+            raise UserError(f"{key} {path} cannot be trained: models of type {kind} {found.reason}: {found.remedy}")
+
+
+def _of_settings(family: str, settings: Mapping[str, Any]) -> Iterator[FamilyRefusal]:
+    """Yield why a model with these settings is refused, although others of its family may not be."""
+    other = set() if has_mixers(settings) else set(settings.get("layer_types") or ()) - _LAYERS
+    if other:
+        yield FamilyRefusal(
+            f"have layers of type {', '.join(sorted(other))}, which packed training does not support", _FULL
+        )
+    window, use = settings.get("sliding_window"), settings.get("use_sliding_window", family != "qwen2_moe")
+    if family in _WINDOWS_IN_MASKS and window and use and window < settings.get("max_position_embeddings", 0):
+        yield FamilyRefusal(
+            f"use sliding-window attention (sliding_window={window}), but do not pass the window to a custom attention "
+            "function, which packing needs",
+            "use a model without windows, or of another family, such as qwen3_moe or mixtral",
+        )
+    if settings.get("attn_temperature_tuning", family == "llama4_text"):
+        yield FamilyRefusal(
+            "scale queries by their position in the row instead of the sample (attn_temperature_tuning), which packed "
+            "training does not support",
+            "use another family, such as llama or qwen3_moe",
+        )
+    if (cap := settings.get("final_logit_softcapping")) is not None and family not in _CAPPED:
+        yield FamilyRefusal(
+            f"have final_logit_softcapping={cap}, which is supported only for {', '.join(_CAPPED)}",
+            "remove it from config.json if the model was trained without it, or use another model",
+            of_head=True,
+        )
