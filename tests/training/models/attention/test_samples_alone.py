@@ -187,8 +187,8 @@ def test_this_finds_frequencies_of_another_sample(tmp_path: Path, monkeypatch: p
     [
         ("llama4_text", {}, "layers of type chunked_attention"),
         ("llama4_text", {"layer_types": ["full_attention"] * 2}, "scale queries by their position in the row"),
-        ("phimoe", {"sliding_window": 6}, r"windows of attention \(sliding_window=6\) do not pass them"),
-        ("qwen2_moe", {"sliding_window": 6, "use_sliding_window": True}, "windows of attention"),
+        ("phimoe", {"sliding_window": 6}, r"attention \(sliding_window=6\), but do not pass the window"),
+        ("qwen2_moe", {"sliding_window": 6, "use_sliding_window": True}, "sliding-window attention"),
         ("doge", {}, "doge need a mask of their own in attention"),
         ("deepseek_v32", {**LATENT, **EXPERTS, "n_routed_experts": 4}, "attend to selected or compressed keys"),
     ],
