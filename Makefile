@@ -5,7 +5,7 @@
 # make test-long   further engines, pools and objectives on real nodes, which vary what `make test` covers
 # make test-large  memory of 7B and 32B models on simulated GPUs
 # make test-faults  faults injected into jobs on real nodes, and a table of what they did
-# make test-security   attacks of one ordinary user on the commands, jobs and files of another, at most 15 minutes (root)
+# make test-security   attacks of one ordinary user on the commands, jobs and files of another (root)
 # make test-pipelines   the shipped pipelines for three rounds on real nodes, with a cancelled job in each stage
 # make test-versions   the tests without Slurm with other versions of Python and torch (several gigabytes each)
 # make test-slurm-new   the tests that depend on Slurm's version most, on two newer versions of Slurm (about 1.2 GB)
