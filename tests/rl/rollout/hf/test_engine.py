@@ -286,7 +286,11 @@ def test_more_tokens_than_positions_are_refused(tmp_path: Path) -> None:
         generate(model, prompts([3, 29]), GREEDY)
 
 
-def test_a_model_that_does_not_pass_arguments_to_attention_is_refused(tmp_path: Path) -> None:
+def test_a_model_that_does_not_pass_arguments_to_attention_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As one of a family that no table has."""
+    monkeypatch.setattr("hpc_rl.training.models.causal_lm.refuse_family", lambda *_: None)
     model = load_model(ModelConfig(path=str(make_tiny_model(tmp_path, kind="nemotron"))))
     with pytest.raises(UserError, match="models of type nemotron do not pass the samples' lengths to attention"):
         generate(model, prompts(), GREEDY)
