@@ -110,7 +110,7 @@ def test_sequences_are_joined() -> None:
     assert joined_sizes(pairs, sizes_of([])).lengths.tolist() == [[3, 4]]
 
 
-def test_only_reading_all_items_gives_signs_of_life(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_reading_all_items_gives_heartbeats(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     kept = [write(tmp_path / "0", [[sample(2, 1)] * 200] * 3, CHATS)]
     rows = CHATS.opened([tmp_path / "0"], kept)
     beats: list[None] = []

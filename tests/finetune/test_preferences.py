@@ -484,7 +484,7 @@ def test_samples_that_are_not_trained_on_are_not_counted(folder: Path) -> None:
     assert (work.lengths, work.sample_lengths, work.targets, work.tokens) == ([5, 5], [3, 3], 4, 6)
 
 
-def test_the_baseline_of_kto_gives_signs_of_life(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_baseline_of_kto_gives_heartbeats(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     state = load(config_of("dpo", overrides(folder, "dpo", "kto")), RunDir(tmp_path), ALONE)
     beats: list[int] = []
     monkeypatch.setattr("hpc_rl.finetune.dpo.heart", SimpleNamespace(beat=lambda: beats.append(1)))

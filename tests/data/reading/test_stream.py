@@ -357,7 +357,7 @@ def test_a_window_is_read_from_its_place_or_counted(monkeypatch: pytest.MonkeyPa
         one.seek(1001, None)
 
 
-def test_signs_of_life_are_few(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_heartbeats_are_few(monkeypatch: pytest.MonkeyPatch) -> None:
     one, reports = opened(monkeypatch, Source())
     now = [100.0]
     monkeypatch.setattr(time, "monotonic", lambda: now[0])

@@ -84,13 +84,13 @@ def test_conversations_are_spread_over_the_nodes_and_keep_their_own_state(opened
 
 
 def test_what_goes_wrong_ends_its_conversation(opened: Open) -> None:
-    fleet = opened(timeout_s=30)
+    fleet = opened(timeout_s=60)
     failing, fine = fleet.start(PROMPT, {"start": "raise"}), begun(fleet, start=5)
     assert failing.first.result(TIMEOUT_S).error == failing.finish().result(TIMEOUT_S).error == "RuntimeError: no start"
     hanging = begun(fleet)
     before = pid_of(hanging)
     reply = hanging.answer("", [ToolCall("hang", {})]).result(TIMEOUT_S)
-    assert reply.done and reply.error == "the environment took over 30 s and was ended"
+    assert reply.done and reply.error == "the environment took over 60 s and was ended"
     wait_for_end(before)
     assert hanging.finish().result(TIMEOUT_S).error == reply.error
     assert fine.finish().result(TIMEOUT_S).score == 5.0, "on the other node"

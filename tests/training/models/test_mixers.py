@@ -28,6 +28,7 @@ from hpc_rl.training.models.stored_form import StoredForm
 from hpc_rl.training.parallel.distributed import World
 from tests.finetune.jobs import run_here, run_job, series
 from tests.helpers import make_tiny_model, write_chats
+from tests.marks import long
 
 pytest.importorskip("transformers.models.olmo_hybrid", reason="older versions have fewer of these models")
 WORLD = World(0, 1, torch.device("cpu"))
@@ -196,9 +197,10 @@ def test_attention_counts_in_the_layers_that_have_it(tmp_path: Path) -> None:
     assert count == {"lfm2": 12 * 64, "falcon_h1": 3 * 12 * 64}
 
 
-def test_two_ranks_stop_resume_and_export(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", ["qwen3_next", *(long(kind) for kind in KINDS if kind != "qwen3_next")])
+def test_two_ranks_stop_resume_and_export(tmp_path: Path, kind: str) -> None:
     base = [
-        f"model.path={tiny(tmp_path / 'base', 'qwen3_next')}",
+        f"model.path={tiny(tmp_path / 'base', kind)}",
         f"data.train_files={write_chats(tmp_path / 'train.jsonl', 31)}",
         *("data.train_batch_size=8", "optim.lr=1e-2", "trainer.device=cpu", "trainer.micro_tokens=1024"),
     ]
@@ -212,6 +214,7 @@ def test_two_ranks_stop_resume_and_export(tmp_path: Path) -> None:
     assert "resuming after step 1" in results[0][1]
     assert run_here(base, tmp_path / "whole", "trainer.export=false") == 0
     losses = series(tmp_path / "run", "train/loss")
-    assert losses == pytest.approx(series(tmp_path / "whole", "train/loss"), abs=1e-4) and losses[-1] < losses[0]
+    # Rounding can route a token to another expert.
+    assert losses == pytest.approx(series(tmp_path / "whole", "train/loss"), abs=1e-3) and losses[-1] < losses[0]
     exported = str(tmp_path / "run" / "model")
     assert torch.allclose(step(load(exported))[0], step_alone(exported)[0], atol=1e-4)
