@@ -94,7 +94,7 @@ def check(
     folder = Path(name).expanduser() if Path(name).expanduser().is_dir() else hub_cache(config).model_folder(name)
     if folder is not None and config.model.tokenizer_path is None:
         found = read_json(folder / "config.json", named=True)
-        refuse_family("model.path", name, found, computed_here(config)["model.path"])
+        refuse_family("model.path", name, found, computed_here(config)["model.path"], config.trainer.packing)
     for line in check_data(file, row, config.data, config.model, folder):
         print(line)
 

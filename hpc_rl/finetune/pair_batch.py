@@ -37,13 +37,13 @@ class PairBatch:
         return PairBatch(**moved)
 
     def by_preference(self, values_S: torch.Tensor) -> torch.Tensor:
-        """Arrange one value, or one vector, per sample as [P, W, ...]. The row of a rank without preferences has a
-        filler sample."""
+        """Arrange one value, or one vector, per sample as [P, W, ...]. The row of a rank without preferences has
+        filler samples."""
         return values_S[: self.tokens_PW.numel()].view(*self.tokens_PW.shape, *values_S.shape[1:])
 
 
 def pack_preferences(preferences: Sequence[Preference], width: int, first: int = 0, values: int = 1) -> PairBatch:
-    """Build a micro-batch; without preferences one with a filler sample.
+    """Build a micro-batch; without preferences one with filler samples.
 
     Args:
         width: number of samples of each preference that are packed.
@@ -53,7 +53,7 @@ def pack_preferences(preferences: Sequence[Preference], width: int, first: int =
     places = slice(first, first + width)
     samples = [sample for one in preferences for sample in one.samples[places]]
     masks = [sample.loss_mask for sample in samples]
-    packed = pack_samples([sample.input_ids for sample in samples], masks) if samples else filler()
+    packed = pack_samples([sample.input_ids for sample in samples], masks) if samples else filler(width)
     counts = np.array([mask.sum() for mask in masks], np.int64)
     unknown = (np.nan,) * width
     ref = [one.ref_logprobs[places] if one.ref_logprobs else unknown for one in preferences]

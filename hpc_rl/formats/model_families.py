@@ -1,4 +1,4 @@
-"""Families of models that training cannot compute, by the model_type and the settings of a config.json.
+"""Families of models that training cannot compute, or only unpacked, by model_type and settings of a config.json.
 
 A model is refused before its job is queued, and by the same function when it is loaded, with the defaults of its family
 filled in. Types that are not named here get no verdict: they are tried when they are loaded (packed_check.py).
@@ -23,12 +23,16 @@ class FamilyRefusal(NamedTuple):
     """model_type of all models for which this holds, whatever their settings are."""
     of_head: bool = False
     """Whether only their LM head is the reason, so that critics and reward models of these families are not refused."""
+    of_rows: bool = False
+    """Whether only packed rows are the reason, so that trainer.packing=false trains these models."""
 
 
 def _types(names: str) -> frozenset[str]:
     return frozenset(names.split())
 
 
+UNPACK = "use trainer.packing=false: one sample per row, 2 to 5 times slower when samples are short"
+"""What to do about a model of which only packed rows would be wrong."""
 _DECODERS = "use a decoder of a newer family, such as llama, olmo2, qwen3 or gemma3_text"
 _FULL = "use a model whose tokens attend to all tokens before, or to a window of them"
 
@@ -37,22 +41,33 @@ REFUSALS = {
         "have layers with a state that packed rows cannot divide into samples",
         "use a family with such layers that is supported: bamba, granitemoehybrid, nemotron_h, qwen3_5 or qwen3_next",
         _types("falcon_mamba mamba mamba2 recurrent_gemma rwkv xlstm zamba zamba2 zaya"),
+        of_rows=True,
     ),
     "keys": FamilyRefusal(
         "attend to selected or compressed keys, and packed training computes attention to all of them",
         "use a model with full attention, such as deepseek_v3, glm4_moe or qwen3_moe",
         _types("axk2 deepseek_v32 deepseek_v4 glm_moe_dsa hy_v4"),
+        of_rows=True,
     ),
     "mask": FamilyRefusal(
-        "need a mask of their own in attention, which depends on the tokens", _DECODERS, _types("doge")
+        "need a mask of their own in attention, which depends on the tokens", _DECODERS, _types("doge"), of_rows=True
     ),
-    "encoder": FamilyRefusal(
-        "are encoders, which do not predict the next token",
+    "code": FamilyRefusal(
+        "have attention, positions or hidden states that packed training cannot replace in the code of transformers",
         _DECODERS,
         _types(
-            "albert bert bert-generation big_bird camembert data2vec-text deberta deberta-v2 distilbert electra ernie "
-            "megatron-bert modernbert rembert roberta roberta-prelayernorm roc_bert roformer xlm xlm-roberta "
-            "xlm-roberta-xl xmod"
+            "biogpt bloom codegen falcon git gpt_neo gpt_neox_japanese gptj inkling_text moshi mpt nemotron openai-gpt "
+            "qwen4_exp_text reformer stablelm xglm"
+        ),
+        of_rows=True,
+    ),
+    "encoder": FamilyRefusal(
+        "attend to later tokens, as encoders do, and do not predict the next token",
+        _DECODERS,
+        _types(
+            "albert bert bert-generation big_bird camembert cpmant data2vec-text deberta deberta-v2 distilbert electra "
+            "ernie megatron-bert modernbert rembert roberta roberta-prelayernorm roc_bert roformer xlm xlm-roberta "
+            "xlm-roberta-xl xlnet xmod"
         ),
     ),
     "encoder-decoder": FamilyRefusal(
@@ -63,18 +78,10 @@ REFUSALS = {
             "pegasus_x plbart prophetnet t5 t5gemma trocr umt5 whisper"
         ),
     ),
-    "code": FamilyRefusal(
-        "have attention, positions or hidden states that packed training cannot replace in the code of transformers",
-        _DECODERS,
-        _types(
-            "biogpt bloom codegen cpmant falcon git gpt_neo gpt_neox_japanese gptj inkling_text moshi mpt nemotron "
-            "openai-gpt opt qwen4_exp_text reformer stablelm xglm xlnet"
-        ),
-    ),
     "head": FamilyRefusal(
-        "have no plain LM head without bias, which the chunked loss needs",
+        "have no plain LM head, which the chunked loss needs",
         "use a model of another family, such as phi3, llama or qwen3",
-        _types("ctrl modernbert-decoder phi"),
+        _types("modernbert-decoder"),
         of_head=True,
     ),
 }
@@ -88,21 +95,26 @@ _LAYERS = {"attention", "full_attention", "sliding_attention"}
 """Types of layers that packed training computes, besides layers with a state."""
 
 
-def refuse_family(key: str, path: str, settings: Mapping[str, Any], with_head: bool = True) -> None:
+def refuse_family(
+    key: str, path: str, settings: Mapping[str, Any], with_head: bool = True, packing: bool = True
+) -> None:
     """Raise UserError if training cannot compute a model.
 
     Args:
         key: the option that names `path`, for the error.
         settings: of the model, as in its config.json.
         with_head: whether its LM head is used, and not a head for scores.
+        packing: trainer.packing.
     """
     inner = text_settings(settings)
     kinds = [str(each["model_type"]) for each in (inner, settings) if each.get("model_type")]
     whole = ((kind, each) for kind in kinds for each in REFUSALS.values() if kind in each.families)
     of_settings = ((kind, each) for kind in kinds[:1] for each in _of_settings(kind, inner))
     for kind, found in (*whole, *of_settings):
-        if with_head or not found.of_head:
-            raise UserError(f"{key} {path} cannot be trained: models of type {kind} {found.reason}: {found.remedy}")
+        if (with_head or not found.of_head) and (packing or not found.of_rows):
+            how, remedy = ("in packed rows", f"{UNPACK}; or {found.remedy}") if found.of_rows else ("", found.remedy)
+            what = f"{key} {path} cannot be trained {how}".rstrip()
+            raise UserError(f"{what}: models of type {kind} {found.reason}: {remedy}")
 
 
 def _of_settings(family: str, settings: Mapping[str, Any]) -> Iterator[FamilyRefusal]:
@@ -110,7 +122,9 @@ def _of_settings(family: str, settings: Mapping[str, Any]) -> Iterator[FamilyRef
     other = set() if has_mixers(settings) else set(settings.get("layer_types") or ()) - _LAYERS
     if other:
         yield FamilyRefusal(
-            f"have layers of type {', '.join(sorted(other))}, which packed training does not support", _FULL
+            f"have layers of type {', '.join(sorted(other))}, which packed training does not support",
+            _FULL,
+            of_rows=True,
         )
     window, use = settings.get("sliding_window"), settings.get("use_sliding_window", family != "qwen2_moe")
     if family in _WINDOWS_IN_MASKS and window and use and window < settings.get("max_position_embeddings", 0):
@@ -118,12 +132,14 @@ def _of_settings(family: str, settings: Mapping[str, Any]) -> Iterator[FamilyRef
             f"use sliding-window attention (sliding_window={window}), but do not pass the window to a custom attention "
             "function, which packing needs",
             "use a model without windows, or of another family, such as qwen3_moe or mixtral",
+            of_rows=True,
         )
     if settings.get("attn_temperature_tuning", family == "llama4_text"):
         yield FamilyRefusal(
             "scale queries by their position in the row instead of the sample (attn_temperature_tuning), which packed "
             "training does not support",
             "use another family, such as llama or qwen3_moe",
+            of_rows=True,
         )
     if (cap := settings.get("final_logit_softcapping")) is not None and family not in _CAPPED:
         yield FamilyRefusal(

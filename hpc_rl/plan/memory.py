@@ -135,12 +135,12 @@ def micro_tokens(config: FinetuneConfig | PpoConfig, ranks: int) -> int:
 
 def _row_tokens(config: FinetuneConfig | PpoConfig, groups: int) -> int:
     """Return the most tokens of a packed row, if the batch is divided among so many sequence groups."""
+    if not config.trainer.packing:
+        return config.data.longest
     if isinstance(config, PpoConfig):
         items = config.actor.mini_batch_size or config.data.train_batch_size * config.rollout.n
     else:
         items = config.data.train_batch_size
-        if not config.trainer.packing:
-            return config.data.longest
     return min(config.trainer.row_tokens, -(-items // groups) * config.data.longest)
 
 

@@ -89,7 +89,7 @@ def shapes_of(config: Planned, ask_hub: bool) -> dict[str, Shape]:
     for key, path in models_of(config).items():
         settings = _config_of(key, path, config, ask_hub)
         if key in computed:
-            refuse_family(key, path, settings, computed[key])
+            refuse_family(key, path, settings, computed[key], config.trainer.packing)
         refuse_unsplittable(key, path, settings, size)
         found[path] = shape_of(settings, f"{key} {path}")
     return found

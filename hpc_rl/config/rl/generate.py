@@ -92,6 +92,9 @@ class GenerateTrainerConfig(RecordedConfig):
     micro_tokens: MicroTokens = "auto"
     """Largest number of tokens in one forward pass of the reward model on one GPU. auto: as in reinforcement learning,
     without the correction after the first step."""
+    packing: bool = True
+    """Compute several samples in one row. false: the engine `hf` and the reward model compute one sample at a time, as
+    transformers does, also if packed rows of such a model would not be exact. This is slower."""
     sharding: ClassVar[Literal["auto", Sharding]] = "auto"
     """Of the reward model, as in reinforcement learning."""
     offload: ClassVar[Offload] = "none"

@@ -202,6 +202,10 @@ class TrainingConfig(RecordedConfig):
     speed, not the result. auto, on GPUs: the largest of 1,024, 2,048, 4,096 to 32,768 that fits according to the plan
     of the job, but no more than a rank's part of a batch needs; the measured memory of the first step corrects the
     number. auto, on CPUs: 4,096. In both cases, auto is more if the longest sample needs more."""
+    packing: bool = True
+    """Pack several samples into one micro-batch of at most micro_tokens tokens. false: one sample, or one pair, per
+    micro-batch, which the model computes as transformers does, also if packed rows of its kind would not be exact. This
+    is slower if samples are short."""
     sequence_parallel: int = Field(1, ge=1)
     """Number of neighbouring ranks that compute a packed row together, for samples that are too long for one GPU. Each
     rank has a slice of the row, which has up to sequence_parallel x micro_tokens tokens. The number has to divide the
@@ -251,6 +255,11 @@ class TrainingConfig(RecordedConfig):
         return self.micro_tokens == "auto" or longest <= self.row_tokens
 
     def problems(self) -> Iterator[str]:
+        if not self.packing and self.sequence_parallel > 1:
+            yield (
+                f"trainer.sequence_parallel={self.sequence_parallel} divides packed rows among ranks, and "
+                "trainer.packing=false computes each sample as a whole: remove one of them"
+            )
         if self.reduce_dtype == "bfloat16" and self.sharding in ("gradients", "none"):
             yield (
                 f"trainer.reduce_dtype=bfloat16 with trainer.sharding={self.sharding} would also add up micro-batches "
@@ -298,7 +307,12 @@ def row_limit(trainer: TrainingConfig) -> str:
 
 
 def gpu_problems(model: ModelConfig, trainer: TrainerConfig) -> Iterator[str]:
-    """Yield a message for each option that needs another device than the job's."""
+    """Yield a message for each option that needs another device than the job's, or packed rows."""
+    if model.use_torch_compile is True and isinstance(trainer, TrainingConfig) and not trainer.packing:
+        yield (
+            "model.use_torch_compile=true compiles layers for packed rows, and trainer.packing=false computes one "
+            "sample at a time: use model.use_torch_compile=auto, or remove trainer.packing"
+        )
     needing = {
         f"model.lora.quantize={model.lora.quantize}": model.lora.quantize is not None,
         "model.use_liger=true": model.use_liger,

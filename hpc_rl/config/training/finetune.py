@@ -45,10 +45,6 @@ class FinetuneDataConfig(Section):
 
 
 class FinetuneTrainerConfig(TrainingConfig):
-    packing: bool = True
-    """Pack several samples into one micro-batch of at most micro_tokens tokens. false: one sample, or one pair, per
-    micro-batch."""
-
     def problems(self) -> Iterator[str]:
         yield from super().problems()
         if self.offload == "all":

@@ -133,6 +133,7 @@ def assign_responses(
     row_tokens: int,
     order: NDArray[np.int64] | None = None,
     sequence_parallel: int = 1,
+    packing: bool = True,
 ) -> Assignment:
     """Assign a step's responses to ranks.
 
@@ -142,12 +143,13 @@ def assign_responses(
         row_tokens: maximum number of tokens, including prompts, of one micro-batch.
         order: order of the responses, [B]. Default: as they are.
         sequence_parallel: number of ranks that get the same responses.
+        packing: whether a micro-batch may have several samples.
     """
     assigned: list[list[list[Bin]]] = [[] for _ in range(ranks // sequence_parallel)]
     ordered = np.arange(len(lengths)) if order is None else order
     for part in mini_batches(len(lengths), mini_batch_size):
         responses = ordered[part].tolist()
-        for group, micros in enumerate(plan_batch(lengths[responses].tolist(), len(assigned), row_tokens)):
+        for group, micros in enumerate(plan_batch(lengths[responses].tolist(), len(assigned), row_tokens, packing)):
             assigned[group].append([[responses[sample] for sample in micro] for micro in micros])
     bounds = [0, *np.cumsum(sampled).tolist()]
     orders = [np.array([i for mini in minis for micro in mini for i in micro], np.int64) for minis in assigned]

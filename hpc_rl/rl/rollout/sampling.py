@@ -52,8 +52,15 @@ def groups_of(samplings: Sequence[Sampling], device: torch.device) -> list[Sampl
 class TokenSampler:
     """Apply the LM head and draw tokens, in buffers that all steps share."""
 
-    def __init__(self, weight_VH: torch.Tensor, rows: int, softcap: float | None = None) -> None:
+    def __init__(
+        self,
+        weight_VH: torch.Tensor,
+        rows: int,
+        softcap: float | None = None,
+        bias_V: torch.Tensor | None = None,
+    ) -> None:
         self.weight_VH = weight_VH
+        self.bias_V = bias_V
         self.softcap = softcap
         self._logits = weight_VH.new_empty(rows, weight_VH.shape[0], dtype=torch.float32)
         self._scratch = torch.empty_like(self._logits)
@@ -67,6 +74,8 @@ class TokenSampler:
             torch.mm(hidden_BH, self.weight_VH.t(), out=logits_BV)
         else:
             logits_BV.copy_(hidden_BH @ self.weight_VH.t())
+        if self.bias_V is not None:
+            logits_BV.add_(self.bias_V)
         if self.softcap is not None:
             logits_BV.div_(self.softcap).tanh_().mul_(self.softcap)
         if len(groups) == 1:

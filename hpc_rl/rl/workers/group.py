@@ -57,7 +57,7 @@ class WorkerGroup:
         carrier: Carrier | None = None,
     ) -> None:
         self._carrier = carrier or RayCarrier()
-        self._sequence_parallel = config.trainer.sequence_parallel
+        self._trainer = config.trainer
         size = len(pool.slots)
         on_node = {slot.rank: len(node) for node in pool.nodes for slot in node}
         remote = ray.remote(Worker)
@@ -232,8 +232,8 @@ class WorkerGroup:
         self, experience: TensorDict, mini_batch_size: int | None, order: NDArray[np.int64] | None = None
     ) -> Assignment:
         lengths, sampled = columns.all_lengths(experience).numpy(), columns.lengths(experience).numpy()
-        split = self._sequence_parallel
-        assignment = assign_responses(lengths, sampled, mini_batch_size, self.size, self.row_tokens, order, split)
+        how = (order, self._trainer.sequence_parallel, self._trainer.packing)
+        assignment = assign_responses(lengths, sampled, mini_batch_size, self.size, self.row_tokens, *how)
         self.longest_row = max(self.longest_row, assignment.longest_row(lengths))
         return assignment
 

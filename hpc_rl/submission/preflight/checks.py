@@ -240,7 +240,7 @@ def model(job: Job) -> Iterator[Question]:
 def _rules_for(key: str, config: Planned) -> Iterator[tuple[Callable[..., None], tuple[int | str, ...]]]:
     """Yield the rules about config.json that a model of a job has to meet, with their further arguments."""
     if key in (computed := computed_here(config)):
-        yield refuse_family, (computed[key],)
+        yield refuse_family, (computed[key], config.trainer.packing)
     if not isinstance(config, GenerateConfig) and config.trainer.sequence_parallel > 1:
         yield refuse_unsplittable, (config.trainer.sequence_parallel,)
     engine_gpus = config.rollout.tensor_parallel_size if isinstance(config, PpoConfig | GenerateConfig) else 1

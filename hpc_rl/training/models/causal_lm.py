@@ -7,19 +7,20 @@ import math
 import sys
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, TypeVar
 
 import torch
 from torch import nn
+from torch.nn import functional
 
 from hpc_rl.config.training.common import LoraConfig, ModelConfig, ModelSource, Sharding
 from hpc_rl.errors import UserError
-from hpc_rl.formats.model_families import REFUSALS, refuse_family
+from hpc_rl.formats.model_families import REFUSALS, UNPACK, refuse_family
 from hpc_rl.formats.model_kind import is_classifier, refuse_without_liger
 from hpc_rl.software.installation import install_command
 from hpc_rl.training.models import lora
-from hpc_rl.training.models.attention import packed_attention
+from hpc_rl.training.models.attention.packed_attention import backbone_of, hidden_states, is_packed
 from hpc_rl.training.models.attention.packed_batch import PackedBatch
 from hpc_rl.training.models.compute_weights import ComputeWeights
 from hpc_rl.training.models.four_bit import four_bit_weights
@@ -35,6 +36,8 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
+_ALIGNED = 8
+"""Columns that a bias adds to the weight of an LM head."""
 _FROZEN_FLOPS = 4.0
 """Operations per token of a parameter without gradient, forward and backward."""
 
@@ -58,6 +61,8 @@ class PackedModel(nn.Module):
     def __init__(self, hf: PreTrainedModel, longest: int | None = None) -> None:
         super().__init__()
         self.hf = hf
+        if hasattr(backbone := backbone_of(hf), "_rescale_layers"):
+            backbone._rescale_layers = lambda: None  # RWKV would divide weights in place for each evaluation
         follow_samples(hf, longest)
         split_mixers(hf)
 
@@ -68,13 +73,7 @@ class PackedModel(nn.Module):
             batch: a row, or this rank's slice of it; see SequenceGroup.own.
         """
         with nullcontext() if self.routers is None else self.routers.counting(batch.tokens):
-            hidden_TH: torch.Tensor = self.hf.base_model(
-                input_ids=batch.input_ids_T[None],
-                position_ids=batch.position_ids_T[None],
-                use_cache=False,
-                **packed_attention.attention_kwargs(batch, self.sequence),
-            ).last_hidden_state[0]
-        return hidden_TH
+            return hidden_states(self.hf, batch, self.sequence)
 
     def layers(self) -> list[nn.Module]:
         """Return the transformer layers, the unit of sharding, recomputation and compilation."""
@@ -113,10 +112,9 @@ class CausalLM(PackedModel):
         """Run the backbone on a packed row, or on this rank's slice of it, then return `head(hidden_NH, weight_VH)` of
         the positions with a target.
 
-        A factor of the logits is applied to the hidden states: (f hidden) weight.T = f (hidden weight.T).
+        Both may differ from the model's own; see head_inputs.
         """
-        hidden_NH, factor = self.hidden(batch)[batch.rows_N], logit_factor_of(self.hf)
-        return head(hidden_NH if factor == 1 else factor * hidden_NH, self.hf.get_output_embeddings().weight)
+        return head(*head_inputs(self.hf, self.hidden(batch)[batch.rows_N]))
 
     @property
     def softcap(self) -> float | None:
@@ -154,16 +152,17 @@ def causal_lm(
     return Pretrained("AutoModelForCausalLM", config.path, key, dtype, config.trust_remote_code, wrap)
 
 
-def load_model(config: ModelConfig, longest: int | None = None) -> CausalLM:
+def load_model(config: ModelConfig, longest: int | None = None, packing: bool = True) -> CausalLM:
     """Load a whole model into host memory, in the type that is trained.
 
     Args:
         longest: see rotary.follow_samples.
+        packing: whether it computes packed rows.
 
     Raises:
-        UserError: no model can be loaded, or packed training cannot compute it correctly.
+        UserError: no model can be loaded, or training cannot compute it correctly.
     """
-    return causal_lm(config, longest=longest).load()
+    return replace(causal_lm(config, longest=longest), packing=packing).load()
 
 
 def disable_dropout(model: nn.Module) -> None:
@@ -171,8 +170,8 @@ def disable_dropout(model: nn.Module) -> None:
     for module in model.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.0
-        for name in ("attention_dropout", "dropout"):  # attention functions receive a number
-            if isinstance(getattr(module, name, None), float):
+        for name, value in list(vars(module).items()):
+            if "drop" in name and isinstance(value, float):  # attention functions receive a number
                 setattr(module, name, 0.0)
 
 
@@ -189,17 +188,34 @@ def load_tokenizer(config: ModelSource) -> PreTrainedTokenizerBase:
 
 
 def softcap_of(hf: PreTrainedModel) -> float | None:
-    """Return the cap of a model's logits (Gemma 2); None without one."""
-    cap: float | None = getattr(hf.config.get_text_config(), "final_logit_softcapping", None)
+    """Return the cap of a model's logits (Gemma 2, RecurrentGemma, xLSTM); None without one."""
+    config, names = hf.config.get_text_config(), ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
+    cap: float | None = next((found for name in names if (found := getattr(config, name, None)) is not None), None)
     return cap
 
 
+def head_inputs(hf: PreTrainedModel, hidden_NH: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return hidden states and a weight whose product is the logits of a model, before a cap.
+
+    A factor of the logits is applied to the hidden states: (f hidden) weight.T = f (hidden weight.T). The bias of an LM
+    head is a further column of the weight, and the hidden states have a 1 there.
+    """
+    head, factor = hf.get_output_embeddings(), logit_factor_of(hf)
+    hidden_NH = hidden_NH if factor == 1 else factor * hidden_NH
+    if getattr(head, "bias", None) is None:
+        return hidden_NH, head.weight
+    zeros = (0, _ALIGNED - 1)  # kernels need rows of a multiple of 16 bytes
+    ones_NX = functional.pad(hidden_NH.new_ones(len(hidden_NH), 1), zeros)
+    return torch.cat([hidden_NH, ones_NX], 1), torch.cat([head.weight, functional.pad(head.bias[:, None], zeros)], 1)
+
+
 def logit_factor_of(hf: PreTrainedModel) -> float:
-    """Return the factor by which a model multiplies its logits: Cohere's, Falcon-H1's, or one over Granite's."""
+    """Return the factor by which a model multiplies its logits: Cohere's, Falcon-H1's, or one over Granite's or
+    Inkling's."""
     config = hf.config.get_text_config()
     multiplied = [getattr(config, name, None) or 1.0 for name in ("logit_scale", "lm_head_multiplier")]
-    divided = getattr(config, "logits_scaling", None) or 1.0
-    return float(math.prod(multiplied) / divided)
+    divided = [getattr(config, name, None) or 1.0 for name in ("logits_scaling", "logits_mup_width_multiplier")]
+    return float(math.prod(multiplied) / math.prod(divided))
 
 
 def refuse_unsupported(hf: PreTrainedModel, key: str, path: str) -> None:
@@ -213,26 +229,25 @@ def refuse_unsupported(hf: PreTrainedModel, key: str, path: str) -> None:
             f"{path} is a classifier, such as a reward model, and a language model is needed; its LM head would be new"
         )
     refuse_unsupported_backbone(hf, key, path, with_head=True)
-    head = hf.get_output_embeddings()
-    if head is None or getattr(head, "bias", None) is not None:
+    if hf.get_output_embeddings() is None:
         reason, remedy, *_ = REFUSALS["head"]
         raise UserError(f"models of type {hf.config.model_type} {reason}: {remedy}")
 
 
 def refuse_unsupported_backbone(hf: PreTrainedModel, key: str, path: str, with_head: bool = False) -> None:
-    """Raise UserError for a model whose attention does not work on packed rows.
+    """Raise UserError for a model that training cannot compute in the way for which it was loaded.
 
     Args:
         key: the option that names `path`, for the error.
         with_head: whether its LM head is used, and not a head for scores.
     """
-    refuse_family(key, path, hf.config.to_dict(), with_head)
+    refuse_family(key, path, hf.config.to_dict(), with_head, is_packed(hf))
     config = hf.config.get_text_config()
     # Layers with a state have classes that do not declare their attention.
-    if not mixers_of(hf, config) and not getattr(hf, "_supports_attention_backend", False):
+    if is_packed(hf) and not mixers_of(hf, config) and not getattr(hf, "_supports_attention_backend", False):
         raise UserError(
-            f"models of type {config.model_type} do not accept a custom attention function, which packing needs: use "
-            "another model"
+            f"models of type {config.model_type} do not accept a custom attention function, which packing needs: "
+            f"{UNPACK}"
         )
 
 
@@ -265,11 +280,12 @@ def count_flops(model: PackedModel) -> Flops:
     body -= sum(_idle_flops(p, config) for name, p in model.hf.named_parameters() if ".experts." in name)
     body += sum(_FROZEN_FLOPS * weight.shape.numel() for weight in four_bit_weights(model.hf).values())
     head = 0.0 if output is None else _flops_of(output.weight)
-    head_size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    heads = getattr(config, "num_attention_heads", 0)  # a model may have only layers with a state
+    head_size = getattr(config, "head_dim", None) or config.hidden_size // max(1, heads)
     layers = config.num_hidden_layers
     if mixers_of(model.hf, config):  # which some layers have instead of attention
         layers = sum(hasattr(part, "is_causal") for part in model.hf.modules())
-    attention = 12 * layers * config.num_attention_heads * head_size
+    attention = 12 * layers * heads * head_size
     return Flops(per_token=body, per_target=head, per_squared_token=float(attention))
 
 

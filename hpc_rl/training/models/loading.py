@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import torch
@@ -44,6 +45,8 @@ class LoadingOptions(sharding.ShardingOptions, Protocol):
     def seed(self) -> int: ...
     @property
     def sequence_parallel(self) -> int: ...
+    @property
+    def packing(self) -> bool: ...
 
 
 def load_sharded(pretrained: Pretrained[Model], world: World, trainer: LoadingOptions) -> Model:
@@ -52,14 +55,17 @@ def load_sharded(pretrained: Pretrained[Model], world: World, trainer: LoadingOp
     Raises:
         AgreedError: no model can be loaded, or it cannot be used; every rank raises this.
     """
+    pretrained = replace(pretrained, packing=trainer.packing)
     use_flash_attention_3(world)
     sequence = join(world, trainer.sequence_parallel)
     whole = not sharding.is_sharded(world)
     model = world.together(pretrained.load) if whole else _load_parts(pretrained, world, trainer)
+    if world.is_main and (note := pretrained.ignored_note(model.hf)) is not None:
+        print(note, flush=True)
     model.sequence = sequence
     world.together(lambda: set_adapters(model, trainer.seed))
     check_packing(model, world)
-    if model.prepared is not None:
+    if model.prepared is not None and trainer.packing:
         compile_layers(model, model.prepared, world)
     return model
 

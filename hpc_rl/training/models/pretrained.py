@@ -21,8 +21,10 @@ from torch import nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from hpc_rl.errors import UserError
+from hpc_rl.formats.counted import counted
 from hpc_rl.formats.hub import check_hub, loading_problem
 from hpc_rl.formats.model_kind import is_classifier, refuse_quantised
+from hpc_rl.formats.safetensors_header import read_header
 from hpc_rl.training.models.attention import packed_attention
 
 if TYPE_CHECKING:
@@ -30,8 +32,9 @@ if TYPE_CHECKING:
 
 Model = TypeVar("Model")
 _LAYER = re.compile(r"model\.layers\.(\d+)\.")
+_MTP = re.compile(r"(^|\.)mtp[._]")
 _UNUSED = re.compile(
-    r"rotary_emb\.inv_freq$|(^|\.)mtp[._]"
+    r"rotary_emb\.inv_freq$"
     r"|(^|\.)(visual|vision_tower|vision_model|audio_tower|multi_modal_projector|embed_vision|embed_audio)\."
 )
 """Names of weights that a language model does not need."""
@@ -54,6 +57,8 @@ class Pretrained(Generic[Model]):
     found, and raises UserError for a module that cannot be used."""
     settings: Mapping[str, Any] = field(default_factory=dict)
     """Settings that replace those of the model's own configuration."""
+    packing: bool = True
+    """Whether the model computes packed rows, and not one sample at a time as transformers does."""
     new_head: str = ""
     """Name of a layer that the files may lack; its weights are then 0."""
 
@@ -76,7 +81,7 @@ class Pretrained(Generic[Model]):
             self.key,
             trust_remote_code=self.trust_remote_code,
             dtype=self.dtype,
-            attn_implementation=packed_attention.ATTENTION,
+            attn_implementation=self._attention,
             output_loading_info=True,
             ignore_mismatched_sizes=True,  # refused below
             **self.settings,
@@ -103,7 +108,7 @@ class Pretrained(Generic[Model]):
         config = from_pretrained(AutoConfig, self.path, "model", self.key, **remote, **self.settings)
         with parameters_on_meta(), _in_one_line("model", self.path, self.key):
             hf: PreTrainedModel = self._auto_class().from_config(
-                config, dtype=self.dtype, attn_implementation=packed_attention.ATTENTION, **remote
+                config, dtype=self.dtype, attn_implementation=self._attention, **remote
             )
         if hf.can_generate():
             with suppress(OSError):  # the model may have no such file; hf has the settings of its configuration
@@ -118,10 +123,19 @@ class Pretrained(Generic[Model]):
     def is_unused(self, name: str, hf: PreTrainedModel) -> bool:
         """Return whether a stored weight is known to have no use: a computed buffer of older models, a layer that
         predicts several tokens, the part of another kind of input, or the LM head if there is a new head."""
-        layer = _LAYER.match(name)
-        beyond = layer is not None and int(layer[1]) >= hf.config.get_text_config().num_hidden_layers
         of_other_head = bool(self.new_head) and name.startswith("lm_head.")
-        return beyond or of_other_head or _UNUSED.search(name) is not None
+        return of_other_head or _UNUSED.search(name) is not None or _predicts_several(name, hf)
+
+    def ignored_note(self, hf: PreTrainedModel) -> str | None:
+        """Return a line about stored layers that predict several tokens; None without such layers."""
+        with suppress(OSError, ValueError):
+            names = [name for file in weight_files(self.path) or () for name in read_header(file)[0]]
+            if found := [name for name in names if _predicts_several(name, hf)]:
+                return (
+                    f"{self.key} {self.path}: layers that predict several tokens (MTP) are neither trained nor "
+                    f"exported: {found[0]} ({counted(len(found), 'weight')} in all)"
+                )
+        return None
 
     def _refuse_quantised(self) -> None:
         if not Path(self.path).is_dir():
@@ -146,6 +160,11 @@ class Pretrained(Generic[Model]):
                     f"{self.key} {self.path} {problem} {listed}: transformers reads it as {type(hf).__name__}; check "
                     "that config.json belongs to these weights, and that all of them are there"
                 )
+
+    @property
+    def _attention(self) -> str | None:
+        """The name of the function that computes attention; None: transformers chooses."""
+        return packed_attention.ATTENTION if self.packing else None
 
     def _auto_class(self) -> Any:
         import transformers
@@ -209,6 +228,13 @@ def model_file(path: str, name: str) -> Path | None:
     quiet = {"_raise_exceptions_for_missing_entries": False, "_raise_exceptions_for_connection_errors": False}
     found = cached_file(path, name, **quiet)
     return None if found is None else Path(found)
+
+
+def _predicts_several(name: str, hf: PreTrainedModel) -> bool:
+    """Return whether a stored weight belongs to multi-token prediction: to a module for it, or to a further layer."""
+    layer = _LAYER.match(name)
+    beyond = layer is not None and int(layer[1]) >= hf.config.get_text_config().num_hidden_layers
+    return beyond or _MTP.search(name) is not None
 
 
 @contextmanager

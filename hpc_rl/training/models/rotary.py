@@ -18,6 +18,7 @@ from torch import nn
 
 from hpc_rl.errors import UserError
 from hpc_rl.formats.model_kind import unscaled_positions
+from hpc_rl.training.models.attention.packed_attention import backbone_of
 from hpc_rl.training.models.lora import blocks_of
 
 if TYPE_CHECKING:
@@ -44,7 +45,7 @@ def follow_samples(hf: PreTrainedModel, longest: int | None = None) -> None:
     if not modules:
         return
     lengths = _Lengths(longest, unscaled_positions(hf.config.to_dict()))
-    hf.base_model.register_forward_pre_hook(lengths.note, with_kwargs=True)
+    backbone_of(hf).register_forward_pre_hook(lengths.note, with_kwargs=True)
     for module in modules:
         module.register_forward_hook(lengths.embed, with_kwargs=True)
 

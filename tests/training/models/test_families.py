@@ -50,6 +50,7 @@ SMALL = {
 }
 """Sizes, of which a family receives those that its configuration has."""
 LATENT = {"num_key_value_heads": 4}
+ROTARY = {"rotary_dim": 8}
 TWO_KINDS = {"layer_types": ["sliding_attention", "full_attention"]}
 MAMBA = {"n_mamba_heads": 8, "mamba_d_state": 8}
 ZAMBA2 = {"mamba_ngroups": 1, "mamba_headdim": 8, "num_mem_blocks": 1}
@@ -58,7 +59,8 @@ OWN: dict[str, dict[str, Any]] = {
         kind: {"hidden_size": 64, "num_hidden_layers": given.get("layers", 3), **given} for kind, given in MIXED.items()
     },
     **dict.fromkeys(("axk1", "axk2", "deepseek_v2", "deepseek_v3", "deepseek_v32", "glm4_moe_lite"), LATENT),
-    **dict.fromkeys(("minicpm3", "youtu"), LATENT),
+    **dict.fromkeys(("glm_moe_dsa", "minicpm3", "youtu"), LATENT),
+    **dict.fromkeys(("codegen", "gptj"), ROTARY),
     "dbrx": {
         "attn_config": {"rope_theta": 10000.0, "kv_n_heads": 2, "clip_qkv": 8.0},
         "ffn_config": {"ffn_hidden_size": 32, "moe_num_experts": 4, "moe_top_k": 2},
@@ -81,7 +83,7 @@ OWN: dict[str, dict[str, Any]] = {
     "xlnet": {"max_position_embeddings": NONE, "d_head": 8},
     "xlstm": {"v_head_dim": NONE, "qk_head_dim": NONE},
     "zamba": {**MAMBA, "num_hidden_layers": 3, "layer_types": ["mamba", "hybrid", "mamba"]},
-    "zamba2": {**MAMBA, **ZAMBA2, "num_hidden_layers": 4, "layer_types": ["mamba", "hybrid"] * 2},
+    "zamba2": {**MAMBA, **ZAMBA2, "num_hidden_layers": 4, "layers_block_type": ["mamba", "hybrid"] * 2},
     "zaya": {"num_experts_per_tok": 1},
 }
 """model_type -> settings that differ, or that are left out."""

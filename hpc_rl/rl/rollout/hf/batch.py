@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from hpc_rl.rl.rollout.engine import Completion, Request, Span
 from hpc_rl.rl.rollout.hf.kv_cache import Decode, KVCache, Prefill, PrefillDone, grown
 from hpc_rl.rl.rollout.sampling import TokenSampler, groups_of, uniforms
-from hpc_rl.training.models.attention.packed_attention import attention_kwargs
+from hpc_rl.training.models.attention.packed_attention import hidden_states, is_packed
 from hpc_rl.training.models.attention.packed_batch import pack_samples
 from hpc_rl.training.models.causal_lm import logit_factor_of, softcap_of
 from hpc_rl.training.models.mixers import mixers_of
@@ -109,17 +109,18 @@ class RunningBatch:
         self.hf = hf
         self.cache = cache
         self.version = version
-        self.weight_VH = hf.get_output_embeddings().weight
+        self.head = hf.get_output_embeddings()
+        self.weight_VH = self.head.weight
         self.device = device = self.weight_VH.device
         self.last_layer = hf.config.get_text_config().num_hidden_layers - 1
         self.slots = Slots(device)
-        self.has_mixers = bool(mixers_of(hf, hf.config.get_text_config()))
-        """Whether layers have a state, which the cache does not hold: each step computes whole texts."""
+        self.has_cache = is_packed(hf) and not mixers_of(hf, hf.config.get_text_config())
+        """Whether the cache holds all that a model keeps of a text. Otherwise each step computes whole texts."""
+        self.rows = 0
         self.softcap, self.logit_factor = softcap_of(hf), logit_factor_of(hf)
-        self.sampler = TokenSampler(self.weight_VH, 0, self.softcap)
+        self.sampler = self._sampler()
         self.groups = groups_of([], device)
 
-        self.rows = 0
         self.steps = 0
         self.sequences: list[_Sequence] = []
         self.ended: list[_Ended] = []
@@ -144,6 +145,9 @@ class RunningBatch:
         self.host_ends_V: NDArray[np.bool_] = self.ends_V.numpy()
         self.ends_V = self.ends_V.to(device)
 
+    def _sampler(self) -> TokenSampler:
+        return TokenSampler(self.weight_VH, self.rows, self.softcap, getattr(self.head, "bias", None))
+
     @property
     def live(self) -> int:
         return len(self.sequences)
@@ -155,7 +159,7 @@ class RunningBatch:
         """
         if rows > self.rows:
             self.rows = min(max(rows, 2 * self.rows), len(self.token_B))
-            self.sampler = TokenSampler(self.weight_VH, self.rows, self.softcap)
+            self.sampler = self._sampler()
         columns = max(columns, self.cache.columns)
         if self.rows > self.cache.rows or columns > self.cache.columns:
             self.cache.grow(max(self.rows, self.cache.rows), columns)
@@ -222,7 +226,7 @@ class RunningBatch:
 
     def _compute(self, rows: Sequence[int], texts: Sequence[NDArray[np.int32]]) -> None:
         """Compute keys and values of the texts, one for each row."""
-        if self.has_mixers:
+        if not self.has_cache:
             return
         text_of = dict(zip(rows, texts, strict=True))
         for some in self._passes(rows, texts):
@@ -239,7 +243,7 @@ class RunningBatch:
         """Generate one more token for each sequence."""
         batch = slice(0, self.live)
         token_B, position_B, output_B = self.token_B[batch], self.position_B[batch], self.output_B[batch]
-        if self.has_mixers:
+        if not self.has_cache:
             hidden_BH = self._recomputed()
         else:
             attend = Decode(self.cache, position_B, int(self.length_B[batch].max()))
@@ -262,9 +266,7 @@ class RunningBatch:
         for some in self._passes(range(self.live), texts):
             row = pack_samples([texts[one] for one in some], [np.zeros(len(texts[one]), bool) for one in some])
             row = row.to(self.device).last_tokens()
-            inputs = {"input_ids": row.input_ids_T[None], "position_ids": row.position_ids_T[None], "use_cache": False}
-            hidden_TH = self.hf.base_model(**inputs, **attention_kwargs(row)).last_hidden_state[0]
-            found.append(hidden_TH[row.rows_N])
+            found.append(hidden_states(self.hf, row)[row.rows_N])
         return torch.cat(found)
 
     def _backbone(self, ids_T: torch.Tensor, positions_T: torch.Tensor, attend: Prefill | Decode) -> torch.Tensor:

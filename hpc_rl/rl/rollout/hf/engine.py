@@ -37,7 +37,7 @@ def load(config: EngineJob, eos_token_ids: Collection[int], placement: Placement
     if policy is None:
         dtype = engine_dtype(config.rollout, placement.device)
         # Adapters arrive merged into the weights.
-        policy = load_model(config.model.in_dtype(dtype), room(config))
+        policy = load_model(config.model.in_dtype(dtype), room(config), config.trainer.packing)
         policy.requires_grad_(False).eval().to(torch.device(placement.device))
     return HfEngine(policy.hf, eos_token_ids, config.rollout.max_num_seqs)
 

@@ -2,7 +2,8 @@
 
 `register()` adds one attention function to transformers' AttentionInterface under the name `ATTENTION`. A model that is
 loaded with `attn_implementation=ATTENTION` and called with `attention_kwargs(batch)` computes its linear layers on the
-whole row and attention sample by sample, so that no token attends to another sample and nothing is padded.
+whole row and attention sample by sample, so that no token attends to another sample and nothing is padded. Any other
+model computes the samples of a row one after the other, as transformers does.
 
 https://huggingface.co/docs/transformers/attention_interface
 """
@@ -13,7 +14,7 @@ import importlib.util
 import inspect
 from dataclasses import replace
 from itertools import accumulate
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch.nn import attention as torch_attention
@@ -25,6 +26,9 @@ from hpc_rl.training.models.attention.exact_attention import SoftmaxOptions
 from hpc_rl.training.models.attention.packed_batch import PackedBatch
 from hpc_rl.training.parallel.distributed import World
 from hpc_rl.training.parallel.sequence_parallel import ALONE, SequenceGroup
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 try:
     from torch.nn.attention.varlen import varlen_attn
@@ -101,13 +105,39 @@ def use_flash_attention_3(world: World) -> None:
         print(found, flush=True)
 
 
-def attention_kwargs(batch: PackedBatch, sequence: SequenceGroup = ALONE) -> dict[str, Any]:
-    """Return what the model's forward needs besides input_ids and position_ids.
+def is_packed(hf: PreTrainedModel) -> bool:
+    """Return whether a model was loaded for packed rows. Otherwise it computes one sample at a time, as transformers
+    does (trainer.packing=false)."""
+    return bool(hf.config._attn_implementation == ATTENTION)
+
+
+def backbone_of(hf: PreTrainedModel) -> PreTrainedModel:
+    """Return the part of a model that computes hidden states. Llama 4 names another one as its base."""
+    backbone: PreTrainedModel = hf.model if hf.base_model is hf else hf.base_model
+    return backbone
+
+
+def hidden_states(hf: PreTrainedModel, batch: PackedBatch, sequence: SequenceGroup = ALONE) -> torch.Tensor:
+    """Return the hidden states of the last layer, [T, H].
 
     Args:
         batch: a whole row, or this rank's slice if several ranks compute the row together.
         sequence: these ranks.
     """
+    if not is_packed(hf):
+        samples = batch.input_ids_T.split(batch.lengths)
+        return torch.cat([backbone_of(hf)(input_ids=ids_T[None], use_cache=False)[0][0] for ids_T in samples])
+    hidden_TH: torch.Tensor = backbone_of(hf)(
+        input_ids=batch.input_ids_T[None],
+        position_ids=batch.position_ids_T[None],
+        use_cache=False,
+        **attention_kwargs(batch, sequence),
+    )[0][0]
+    return hidden_TH
+
+
+def attention_kwargs(batch: PackedBatch, sequence: SequenceGroup = ALONE) -> dict[str, Any]:
+    """Return what the forward of a model for packed rows needs besides input_ids and position_ids."""
     return {"packed_bounds": SampleBounds(batch.lengths, batch.cu_seqlens, sequence)}
 
 

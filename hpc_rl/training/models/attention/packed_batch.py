@@ -73,6 +73,10 @@ def pack_samples(tokens: Sequence[np.ndarray], target_masks: Sequence[np.ndarray
     )
 
 
-def filler() -> PackedBatch:
-    """Return the row of a rank without samples: one token and no target, so no loss and no gradient."""
-    return replace(pack_samples([np.zeros(1, np.int64)], [np.zeros(1, bool)]), tokens=0)
+def filler(samples: int = 1) -> PackedBatch:
+    """Return the row of a rank without samples: no target, so no loss and no gradient.
+
+    Args:
+        samples: of one token each, as many as rows have without packing: ranks gather a model's weights for each.
+    """
+    return replace(pack_samples([np.zeros(1, np.int64)] * samples, [np.zeros(1, bool)] * samples), tokens=0)

@@ -1,13 +1,15 @@
 """Compare packed rows with plain forward passes when a model is loaded, so that a wrong result is an error.
 
 Attributes of a model cannot tell whether its layers keep samples apart: a model may carry a state from token to token,
-or change its logits, under any name. A few tokens show it for every model.
+or change its logits, under any name. A few tokens show it for every model. Without packing, they show whether a token
+depends on those after it, as in an encoder.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from itertools import accumulate
 from typing import Any
@@ -16,9 +18,10 @@ import numpy as np
 import torch
 
 from hpc_rl.errors import UserError
-from hpc_rl.training.models.attention import packed_attention
+from hpc_rl.formats.model_families import UNPACK
+from hpc_rl.training.models.attention.packed_attention import ATTENTION, backbone_of, is_packed
 from hpc_rl.training.models.attention.packed_batch import PackedBatch, pack_samples
-from hpc_rl.training.models.causal_lm import PackedModel, logit_factor_of, softcap_of
+from hpc_rl.training.models.causal_lm import PackedModel, head_inputs, softcap_of
 from hpc_rl.training.parallel.distributed import World
 from hpc_rl.training.parallel.sharding import reshard
 
@@ -31,41 +34,50 @@ _TOLERANCES = {2: (0.2, 0.02), 4: (1e-3, 1e-3)}
 """Bytes of a number -> largest relative difference of the hidden states, which is the rounding of all layers, and of
 the logits of the same hidden states, which is one rounding."""
 
-_PROBLEMS = (
+_APART = (
     "cannot be trained in packed rows: the hidden states of a sample are not those that the sample has alone",
-    "change their logits in a way that the chunked loss does not compute",
+    UNPACK,
 )
+_CAUSAL = "cannot be trained: the hidden states of a token depend on the tokens after it", "use another model"
+_LOGITS = "change their logits in a way that the chunked loss does not compute", "use another model"
+"""What is wrong, and what to do."""
 
 
 def check_packing(model: PackedModel, world: World) -> None:
     """Compare the hidden states of a packed row with those of each sample alone in transformers' own attention, and the
-    logits of our LM head with those of the model. Every rank calls this, before layers are compiled.
+    logits of our LM head with those of the model. Without packing, compare the hidden states of samples with those of
+    their first tokens alone. Every rank calls this, before layers are compiled.
 
     Raises:
         AgreedError: they differ; every rank raises this.
     """
-    batch = _batch(model).to(world.device)
+    batch, packed = _batch(model).to(world.device), is_packed(model.hf)
     training = model.hf.training
     model.hf.eval()
     with torch.no_grad(), _forward(model, _packed):
         together_TH, size = model(batch)
     found = []
-    with torch.no_grad(), _forward(model, _plain), _own_attention(model):
-        for ids_T, packed_TH in zip(batch.input_ids_T.split(LENGTHS), together_TH.split(LENGTHS), strict=True):
-            plain_TH, logits = model(ids_T)
-            found.append((_difference(packed_TH, plain_TH), 0.0 if logits is None else _difference(*logits)))
+    with torch.no_grad(), _forward(model, _plain), _own_attention(model) if packed else nullcontext():
+        for ids_T, ours_TH in zip(batch.input_ids_T.split(LENGTHS), together_TH.split(LENGTHS), strict=True):
+            plain_TH, logits = model(ids_T if packed else ids_T[:_FIRST])
+            found.append((_difference(ours_TH, plain_TH), 0.0 if logits is None else _difference(*logits)))
     model.hf.train(training)
     reshard(model)
-    world.together(lambda: _refuse(model, _TOLERANCES[size], found))
+    world.together(lambda: _refuse(model, (_APART if packed else _CAUSAL, _LOGITS), _TOLERANCES[size], found))
 
 
-def _refuse(model: PackedModel, allowed: tuple[float, float], found: list[tuple[float, float]]) -> None:
+def _refuse(
+    model: PackedModel,
+    problems: tuple[tuple[str, str], ...],
+    allowed: tuple[float, float],
+    found: list[tuple[float, float]],
+) -> None:
     """Raise UserError for differences that rounding does not explain. NaN is one of them."""
     name = f"{model.hf.config.name_or_path}: models of type {model.hf.config.get_text_config().model_type}"
-    for problem, limit, differences in zip(_PROBLEMS, allowed, zip(*found, strict=True), strict=True):
+    for (problem, remedy), limit, differences in zip(problems, allowed, zip(*found, strict=True), strict=True):
         if not all(difference <= limit for difference in differences):
             each = ", ".join(f"{difference:.2g}" for difference in differences)
-            raise UserError(f"{name} {problem} (relative differences: {each}; allowed: {limit:g}): use another model")
+            raise UserError(f"{name} {problem} (relative differences: {each}; allowed: {limit:g}): {remedy}")
 
 
 def _batch(model: PackedModel) -> PackedBatch:
@@ -92,21 +104,25 @@ def _packed(model: PackedModel, batch: PackedBatch) -> tuple[torch.Tensor, int]:
 def _plain(model: PackedModel, ids_T: torch.Tensor) -> tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor] | None]:
     """Return the hidden states of one sample, [T, H], and for these the logits of our LM head and those of the model,
     [T, V]; no logits of a classifier."""
-    head = model.hf.get_output_embeddings()
-    if head is None:
-        return model.hf.base_model(input_ids=ids_T[None], use_cache=False)[0][0], None
+    backbone, inputs = backbone_of(model.hf), {"input_ids": ids_T[None], "use_cache": False}
+    if model.hf.get_output_embeddings() is None:
+        return backbone(**inputs)[0][0], None
     kept: list[torch.Tensor] = []
-    hook = model.hf.base_model.register_forward_hook(lambda _base, _inputs, output: kept.append(output[0][0]))
+    hook = backbone.register_forward_hook(lambda _base, _inputs, output: kept.append(output[0][0]))
     try:
-        logits_TV = model.hf(input_ids=ids_T[None], use_cache=False).logits[0]
+        logits_TV = model.hf(**inputs).logits[0]
     finally:
         hook.remove()
-    own_TV, cap = logit_factor_of(model.hf) * kept[0] @ head.weight.T, softcap_of(model.hf)
-    return kept[0], (own_TV if cap is None else cap * torch.tanh(own_TV / cap), logits_TV)
+    hidden_TH = kept[0] if kept else backbone(**inputs)[0][0]  # OPT calls a part of its backbone
+    hidden_TX, weight_VX = head_inputs(model.hf, hidden_TH)
+    own_TV, cap = hidden_TX @ weight_VX.T, softcap_of(model.hf)
+    return hidden_TH, (own_TV if cap is None else cap * torch.tanh(own_TV / cap), logits_TV)
 
 
 def _difference(ours_TX: torch.Tensor, theirs_TX: torch.Tensor) -> float:
-    """Return the median relative difference of the first tokens."""
+    """Return the median relative difference of the first tokens; infinity for other shapes."""
+    if ours_TX.shape[1] != theirs_TX.shape[1]:
+        return math.inf
     ours, theirs = ours_TX[:_FIRST].float(), theirs_TX[:_FIRST].float()
     return float(((ours - theirs).norm(dim=1) / theirs.norm(dim=1).clamp_min(1e-30)).median())
 
@@ -128,4 +144,4 @@ def _own_attention(model: PackedModel) -> Iterator[None]:
     try:
         yield
     finally:
-        model.hf.set_attn_implementation(packed_attention.ATTENTION)
+        model.hf.set_attn_implementation(ATTENTION)
