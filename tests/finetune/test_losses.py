@@ -21,8 +21,8 @@ TWO_RANKS = {
     "every second layer recomputed": ["model.enable_gradient_checkpointing=half"],
     "inputs in host memory": ["model.enable_gradient_checkpointing=true", "model.enable_activation_offload=true"],
     "sequence parallel": ["trainer.sequence_parallel=2", "trainer.n_gpus_per_node=2"],
-    "sequence parallel, unpacked": [
-        *("trainer.sequence_parallel=2", "trainer.n_gpus_per_node=2", "trainer.packing=false"),
+    "sequence parallel, recomputed": [
+        *("trainer.sequence_parallel=2", "trainer.n_gpus_per_node=2"),
         *("trainer.sharding=gradients", "model.enable_gradient_checkpointing=true"),
     ],
     "sequence parallel, samples over micro_tokens": [

@@ -28,9 +28,11 @@ def prompts(lengths: Sequence[int] = LENGTHS) -> Prompts:
     return [generator.integers(3, 300, length).astype(np.int32) for length in lengths]
 
 
-def sharp_model(folder: Path, dtype: str = "float32", longest: int | None = None, **settings: Any) -> CausalLM:
+def sharp_model(
+    folder: Path, dtype: str = "float32", longest: int | None = None, packing: bool = True, **settings: Any
+) -> CausalLM:
     """Load a model whose distributions are far from uniform, so that an error in attention is visible."""
-    model = load_model(ModelConfig(path=str(make_tiny_model(folder, **settings)), dtype=dtype), longest)
+    model = load_model(ModelConfig(path=str(make_tiny_model(folder, **settings)), dtype=dtype), longest, packing)
     with torch.no_grad():
         for parameter in model.hf.parameters():
             if parameter.ndim == 2:

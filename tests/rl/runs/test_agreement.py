@@ -10,6 +10,8 @@ from hpc_rl.errors import EXIT_STOPPED
 from tests.marks import long
 from tests.rl.runs.jobs import Runs, metrics, same_metrics, series, stop_after
 from tests.training.models.test_mixers import KINDS, tiny
+from tests.training.models.test_unpacked import KINDS as UNPACKED
+from tests.training.models.test_unpacked import tiny as unpacked
 
 OPTIONS = (
     "trainer.total_training_steps=3",
@@ -77,3 +79,16 @@ def test_layers_with_a_state_agree_with_the_engine(run: Runs, tmp_path: Path, ki
     assert run(tmp_path / "run", *options) == 0
     found = series(tmp_path / "run", "training/rollout_probs_diff_max")
     assert len(found) == 2 and max(found) < 1e-6
+
+
+@pytest.mark.parametrize("kind", ["llama4_text", *(long(kind) for kind in UNPACKED if kind != "llama4_text")])
+def test_two_workers_agree_with_one_and_the_engine_without_packing(run: Runs, tmp_path: Path, kind: str) -> None:
+    options = (
+        *("algorithm.advantage=grpo", f"model.path={unpacked(tmp_path / 'model', kind)}", "trainer.packing=false"),
+        *("rollout.calculate_log_probs=true", "algorithm.kl={where: loss, coef: 0.1}", "actor.mini_batch_size=8"),
+    )
+    assert run(tmp_path / "one", *options) == 0
+    assert run(tmp_path / "two", *options, "trainer.n_gpus_per_node=2") == 0
+    found = series(tmp_path / "two", "training/rollout_probs_diff_max")
+    assert len(found) == 2 and max(found) < 1e-6
+    same_metrics(tmp_path / "two", tmp_path / "one")

@@ -1,4 +1,4 @@
-"""What config.json tells about a family is what loading a small model of the family shows, for all of transformers'."""
+"""What config.json tells about a family is what training a small model of it shows, for all of transformers'."""
 
 from __future__ import annotations
 
@@ -7,8 +7,10 @@ import re
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from torch.nn.functional import cross_entropy
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
@@ -16,13 +18,17 @@ from hpc_rl.config.training.common import ModelConfig, TrainingConfig
 from hpc_rl.errors import UserError
 from hpc_rl.formats import model_families
 from hpc_rl.formats.model_families import REFUSALS, refuse_family
-from hpc_rl.training.models.causal_lm import causal_lm
+from hpc_rl.training.models.attention.packed_batch import pack_samples
+from hpc_rl.training.models.causal_lm import CausalLM, causal_lm, count_flops, disable_dropout
 from hpc_rl.training.models.loading import load_sharded
 from hpc_rl.training.parallel.distributed import World
 from tests.marks import long
 from tests.training.models.test_mixers import KINDS as MIXED
 
 WORLD = World(0, 1, torch.device("cpu"))
+LENGTHS = (7, 21, 13)
+YES, UNPACKED, REFUSED = "yes", "unpacked", "refused"
+PRICE = "2 to 5 times slower"
 NONE = object()
 SMALL = {
     **{"vocab_size": 320, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "head_dim": 8},
@@ -147,37 +153,78 @@ def make(folder: Path, kind: str, **more: Any) -> dict[str, Any]:
     return settings
 
 
-def verdict(settings: dict[str, Any], with_head: bool = True) -> str | None:
+def refusal(settings: dict[str, Any], with_head: bool = True, packing: bool = True) -> str | None:
     try:
-        refuse_family("model.path", "/m", settings, with_head)
+        refuse_family("model.path", "/m", settings, with_head, packing)
     except UserError as error:
         return str(error)
     return None
 
 
-def problem_of(folder: Path) -> str | None:
-    try:
-        load_sharded(causal_lm(ModelConfig(path=str(folder), dtype="float32")), WORLD, TrainingConfig())
-    except (UserError, IndexError) as error:
-        return repr(error)
-    return None
+def verdict(settings: dict[str, Any]) -> str:
+    if refusal(settings) is None:
+        return YES
+    return REFUSED if refusal(settings, packing=False) else UNPACKED
+
+
+def load(folder: Path, packing: bool) -> CausalLM:
+    pretrained = causal_lm(ModelConfig(path=str(folder), dtype="float32"), dropout=False)
+    return load_sharded(pretrained, WORLD, TrainingConfig(packing=packing))
+
+
+def assert_refused(folder: Path, packing: bool) -> None:
+    with pytest.raises((UserError, IndexError, RuntimeError, TypeError, ValueError)):
+        load(folder, packing)
+
+
+def assert_trained(folder: Path, packing: bool) -> None:
+    """A training step on a row of samples has the logits and gradients of unchanged transformers on each alone."""
+    model = load(folder, packing)
+    count_flops(model)
+    ids = np.split(np.random.default_rng(1).integers(3, 300, sum(LENGTHS)), np.cumsum(LENGTHS)[:-1])
+    row = pack_samples(ids, [np.arange(length) > 0 for length in LENGTHS])
+    logits_NV = model(row, lambda hidden_NH, weight_VH: hidden_NH @ weight_VH.T)
+    if (cap := model.softcap) is not None:
+        logits_NV = cap * torch.tanh(logits_NV / cap)
+    cross_entropy(logits_NV, row.targets_N, reduction="sum").backward()
+    hf = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).train()
+    disable_dropout(hf)
+    alone = [hf(input_ids=torch.from_numpy(one)[None], use_cache=False).logits[0, :-1] for one in ids]
+    cross_entropy(torch.cat(alone), row.targets_N, reduction="sum").backward()
+    torch.testing.assert_close(logits_NV, torch.cat(alone), atol=1e-4, rtol=1e-3)
+    for (name, ours), theirs in zip(model.hf.named_parameters(), hf.parameters(), strict=True):
+        assert (ours.grad is None) == (theirs.grad is None), name
+        if ours.grad is not None and theirs.grad is not None:
+            scale = theirs.grad.abs().max().clamp_min(1e-4)
+            torch.testing.assert_close(ours.grad / scale, theirs.grad / scale, atol=1e-3, rtol=0, msg=name)
 
 
 @pytest.mark.parametrize("kind", [kind if kind in SHORT else long(kind) for kind in KINDS])
-def test_the_verdict_is_what_loading_shows(tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    expected = verdict(make(tmp_path, kind))
+def test_the_verdict_is_what_a_training_step_shows(tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = verdict(make(tmp_path, kind))
+    is_part = kind in REFUSALS["encoder-decoder"].families  # whose decoder could be trained without its encoder
     monkeypatch.setattr(model_families, "REFUSALS", {})  # loading has to find out by itself
-    problem = problem_of(tmp_path)
-    assert (expected is None) == (problem is None), (expected, problem)
+    if found == YES:
+        assert_trained(tmp_path, packing=True)
+    elif not is_part:
+        assert_refused(tmp_path, packing=True)
+    if found == UNPACKED:
+        assert_trained(tmp_path, packing=False)
+    elif found == REFUSED and not is_part:
+        assert_refused(tmp_path, packing=False)
 
 
 def test_the_page_about_models_names_them() -> None:
     page = (Path(__file__).parents[3] / "docs" / "models.md").read_text()
-    section = page.partition("\n## Families that are refused\n")[2].partition("\n## ")[0]
-    tried = {kind for kind in KINDS if verdict(AutoConfig.for_model(kind).to_dict()) is None}
-    for reason, families in {"yes": tried, **{each.reason: each.families for each in REFUSALS.values()}}.items():
-        (row,) = (line for line in section.splitlines() if line.startswith(f"| {reason}"))
-        assert set(re.findall("`([^`]+)`", row.split("|")[2])) == families, reason
+    section = page.partition("\n## Families\n")[2].partition("\n## ")[0]
+    tried = {kind for kind in KINDS if verdict(AutoConfig.for_model(kind).to_dict()) == YES}
+    rows = {YES: tried}
+    for each in REFUSALS.values():
+        rows[f"{UNPACKED if each.of_rows else REFUSED}: {each.reason}"] = set(each.families)
+    for start, families in rows.items():
+        (row,) = (line for line in section.splitlines() if line.startswith(f"| {start}"))
+        assert set(re.findall("`([^`]+)`", row.split("|")[2])) == families, start
+    assert PRICE in page and PRICE in model_families.UNPACK
 
 
 def test_families_that_are_not_tried_are_in_transformers() -> None:
@@ -189,18 +236,33 @@ def test_families_that_are_not_tried_are_in_transformers() -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "settings", "is_refused"),
+    ("kind", "settings", "expected"),
     [
-        ("granitemoehybrid", {"layer_types": ["attention"] * 3}, False),
-        ("gemma4_unified_text", {"final_logit_softcapping": 0.5}, False),
-        ("modernbert-decoder", {"decoder_bias": False}, True),
-        ("qwen2_moe", {"sliding_window": 6, "use_sliding_window": True}, True),
-        ("qwen2_moe", {"sliding_window": 6, "use_sliding_window": False}, False),
-        ("phimoe", {"sliding_window": 6}, True),
-        ("phimoe", {"sliding_window": 64}, False),
-        ("llama", {"final_logit_softcapping": 5.0}, True),
+        ("granitemoehybrid", {"layer_types": ["attention"] * 3}, YES),
+        ("gemma4_unified_text", {"final_logit_softcapping": 0.5}, YES),
+        ("modernbert-decoder", {"decoder_bias": False}, REFUSED),
+        ("qwen2_moe", {"sliding_window": 6, "use_sliding_window": True}, UNPACKED),
+        ("qwen2_moe", {"sliding_window": 6, "use_sliding_window": False}, YES),
+        ("phimoe", {"sliding_window": 6}, UNPACKED),
+        ("phimoe", {"sliding_window": 64}, YES),
+        ("llama", {"final_logit_softcapping": 5.0}, REFUSED),
+        ("llama4_text", {"attention_chunk_size": 8, "floor_scale": 4}, UNPACKED),
+        ("deepseek_v32", {"index_topk": 4}, UNPACKED),
     ],
 )
-def test_settings_decide(tmp_path: Path, kind: str, settings: dict[str, Any], is_refused: bool) -> None:
-    assert (verdict(make(tmp_path, kind, **settings)) is not None) == is_refused
-    assert (problem_of(tmp_path) is not None) == is_refused
+def test_settings_decide(tmp_path: Path, kind: str, settings: dict[str, Any], expected: str) -> None:
+    assert verdict(make(tmp_path, kind, **settings)) == expected
+    if expected == YES:
+        assert_trained(tmp_path, packing=True)
+        return
+    assert_refused(tmp_path, packing=True)
+    assert_trained(tmp_path, packing=False) if expected == UNPACKED else assert_refused(tmp_path, packing=False)
+
+
+def test_the_message_names_the_option_and_its_price() -> None:
+    found = refusal({"model_type": "mamba"})
+    assert found is not None and found.startswith(
+        "model.path /m cannot be trained in packed rows: models of type mamba"
+    )
+    assert model_families.UNPACK in found and "or use a family with such layers that is supported" in found
+    assert refusal({"model_type": "bert"}, packing=False) == refusal({"model_type": "bert"})

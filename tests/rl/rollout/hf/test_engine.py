@@ -61,6 +61,8 @@ def plain_greedy(hf: Any, prompt: NDArray[np.int32], steps: int) -> list[int]:
         ("granite", {"logits_scaling": 3.0}),
         ("gpt_oss", {"num_attention_heads": 4, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 6}),
         ("lfm2", {"layer_types": ["conv", "full_attention"]}),
+        ("phi", {}),
+        ("bloom", {"packing": False}),
     ],
     ids=[
         "qwen2",
@@ -73,6 +75,8 @@ def plain_greedy(hf: Any, prompt: NDArray[np.int32], steps: int) -> list[int]:
         "scaled logits",
         "experts, sinks",
         "states",
+        "head with a bias",
+        "unpacked",
     ],
 )
 def test_greedy_equals_a_plain_loop(tmp_path: Path, kind: str, settings: dict[str, Any]) -> None:
