@@ -31,7 +31,7 @@ def _types(names: str) -> frozenset[str]:
     return frozenset(names.split())
 
 
-UNPACK = "use trainer.packing=false: one sample per row, 2 to 5 times slower when samples are short"
+UNPACK = "use trainer.packing=false: one sample per row, 2 to 7 times slower when samples are short"
 """What to do about a model of which only packed rows would be wrong."""
 _DECODERS = "use a decoder of a newer family, such as llama, olmo2, qwen3 or gemma3_text"
 _FULL = "use a model whose tokens attend to all tokens before, or to a window of them"

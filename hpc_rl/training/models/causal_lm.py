@@ -170,8 +170,8 @@ def disable_dropout(model: nn.Module) -> None:
     for module in model.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.0
-        for name, value in list(vars(module).items()):
-            if "drop" in name and isinstance(value, float):  # attention functions receive a number
+        for name in ("attention_dropout", "dropout"):  # attention functions receive a number
+            if isinstance(getattr(module, name, None), float):
                 setattr(module, name, 0.0)
 
 

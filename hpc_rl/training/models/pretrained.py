@@ -132,8 +132,8 @@ class Pretrained(Generic[Model]):
             names = [name for file in weight_files(self.path) or () for name in read_header(file)[0]]
             if found := [name for name in names if _predicts_several(name, hf)]:
                 return (
-                    f"{self.key} {self.path}: layers that predict several tokens (MTP) are neither trained nor "
-                    f"exported: {found[0]} ({counted(len(found), 'weight')} in all)"
+                    f"{self.key} {self.path}: layers that predict several tokens (MTP) are not trained: "
+                    f"{found[0]} ({counted(len(found), 'weight')} in all)"
                 )
         return None
 
