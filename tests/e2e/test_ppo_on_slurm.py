@@ -10,6 +10,7 @@ import pytest
 from tests.e2e.workspace import Workspace
 from tests.helpers import make_tiny_model
 from tests.sandbox.cluster import Cluster
+from tests.training.models.test_unpacked import tiny
 
 pytestmark = [pytest.mark.sandbox, pytest.mark.slow]
 
@@ -170,3 +171,27 @@ def test_what_waits_in_host_memory_changes_no_number(workspace: Workspace) -> No
         for run in ("resident", "waiting")
     ]
     assert len(found[0]) == 3 * len(names) and found[0] == pytest.approx(found[1], abs=1e-4)
+
+
+@pytest.mark.long
+def test_llama_4_trains_unpacked(workspace: Workspace) -> None:
+    """Its job is refused before the queue without trainer.packing=false."""
+    tiny(workspace.folder / "llama4", "llama4_text")
+    question = {"role": "user", "content": "1+1="}
+    row = json.dumps({"messages": [question, {"role": "assistant", "content": "2"}]})
+    (workspace.folder / "chats.jsonl").write_text(f"{row}\n" * 16)
+    sft = ["submit", "sft", "--nodes", "2", "--wait", "--job-name", "llama4-sft", "model.path=llama4"]
+    sft += ["data.train_files=chats.jsonl", "trainer.device=cpu", "data.train_batch_size=4", "optim.lr=1e-2"]
+    refused = workspace.hpc_rl(*sft)
+    assert refused.returncode == 2 and "use trainer.packing=false: one sample per row" in " ".join(
+        refused.stderr.split()
+    )
+    workspace.ok(*sft, "trainer.packing=false")
+    losses = workspace.losses("llama4-sft")
+    assert len(losses) == 4 and losses[4] < losses[1]
+
+    ppo = ["submit", "ppo", "--nodes", "2", "--mem", "4G", "--wait", "--job-name", "llama4", *PPO, "algorithm=grpo"]
+    ppo += ["model.path=llama4", "trainer.total_training_steps=2", "rollout.calculate_log_probs=true"]
+    workspace.ok(*ppo, "trainer.packing=false")
+    found = [record["training/rollout_probs_diff_max"] for record in records(workspace, "llama4") if "step" in record]
+    assert len(found) == 2 and max(found) < 1e-5

@@ -29,6 +29,7 @@ DYNAMIC = {"rope_parameters": {"rope_type": "dynamic", "factor": 4.0}, "max_posi
 YARN = {"rope_type": "yarn", "factor": 4.0, **POSITIONS}
 LATENT = {"q_lora_rank": 16, "kv_lora_rank": 8, "qk_rope_head_dim": 8, "qk_nope_head_dim": 4, "v_head_dim": 6}
 LATENT |= {"num_key_value_heads": 4, "head_dim": 8}
+ROUTED = {"n_routed_experts": 4, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1}
 EXPERTS = {"moe_intermediate_size": 16, "num_experts_per_tok": 2}
 LAYERS = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 6}
 UNCAPPED = {"final_logit_softcapping": None}
@@ -96,9 +97,14 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "olmo3": ("olmo3", LAYERS),
     "qwen3_moe": ("qwen3_moe", {"num_experts": 5, **EXPERTS}),
     "gpt_oss": ("gpt_oss", {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 6}),
+    "glm4_moe": ("glm4_moe", {**EXPERTS, **ROUTED, "use_qk_norm": True, "partial_rotary_factor": 0.5}),
+    "phi": ("phi", {"partial_rotary_factor": 0.5}),
+    "qwen3_next": ("qwen3_next", {**EXPERTS, "layer_types": ["full_attention"] * 2, "num_experts": 4}),
+    "smollm3": ("smollm3", {"no_rope_layers": [1, 0]}),
+    "deepseek_v2": ("deepseek_v2", {**LATENT, **EXPERTS, **ROUTED}),
     "deepseek_v3": (
         "deepseek_v3",
-        {**LATENT, **EXPERTS, "n_routed_experts": 4, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1},
+        {**LATENT, **EXPERTS, **ROUTED},
     ),
 }
 OF_LENGTH = [name for name in FAMILIES if "dynamic" in name or "longrope" in name or "phi" in name]
@@ -143,7 +149,8 @@ def result_of(logits_TV: torch.Tensor, ids_T: torch.Tensor, hf: torch.nn.Module)
 def packed_results(model: causal_lm.CausalLM, samples: Sequence[torch.Tensor]) -> Iterator[Result]:
     ids = [sample.numpy() for sample in samples]
     row = pack_samples(ids, [np.arange(len(one)) > 0 for one in ids])
-    logits = model.hidden(row) @ model.hf.get_output_embeddings().weight.T
+    hidden_TX, weight_VX = causal_lm.head_inputs(model.hf, model.hidden(row))
+    logits = hidden_TX @ weight_VX.T
     for logits_TV, ids_T in zip(logits.split(row.lengths), samples, strict=True):
         yield result_of(logits_TV, ids_T, model.hf)
 
