@@ -18,7 +18,7 @@ import torch
 from hpc_rl.errors import UserError
 from hpc_rl.training.models.attention import packed_attention
 from hpc_rl.training.models.attention.packed_batch import PackedBatch, pack_samples
-from hpc_rl.training.models.causal_lm import PackedModel, logit_factor_of, softcap_of
+from hpc_rl.training.models.causal_lm import PackedModel, evaluating, logit_factor_of, softcap_of
 from hpc_rl.training.parallel.distributed import World
 from hpc_rl.training.parallel.sharding import reshard
 
@@ -27,9 +27,10 @@ LENGTHS = (7, 12, 6)
 _FIRST = 4
 """Tokens at the start of each sample that decide: what leaks from the sample before is strongest there, and their
 median ignores a single token that rounding sends to another expert."""
-_TOLERANCES = {2: (0.2, 0.02), 4: (1e-3, 1e-3)}
+_TOLERANCES = {2: (0.2, 0.02), 4: (1e-4, 1e-3)}
 """Bytes of a number -> largest relative difference of the hidden states, which is the rounding of all layers, and of
-the logits of the same hidden states, which is one rounding."""
+the logits of the same hidden states, which is one rounding. Rounding of small models is 5e-7 or 0.01; a short
+convolution with weights of 0.02 that computes two samples as one changes hidden states by 5e-4, which bfloat16 hides."""
 
 _PROBLEMS = (
     "cannot be trained in packed rows: the hidden states of a sample are not those that the sample has alone",
@@ -45,16 +46,13 @@ def check_packing(model: PackedModel, world: World) -> None:
         AgreedError: they differ; every rank raises this.
     """
     batch = _batch(model).to(world.device)
-    training = model.hf.training
-    model.hf.eval()
-    with torch.no_grad(), _forward(model, _packed):
+    with torch.no_grad(), evaluating(model), _forward(model, _packed):
         together_TH, size = model(batch)
     found = []
-    with torch.no_grad(), _forward(model, _plain), _own_attention(model):
+    with torch.no_grad(), evaluating(model), _forward(model, _plain), _own_attention(model):
         for ids_T, packed_TH in zip(batch.input_ids_T.split(LENGTHS), together_TH.split(LENGTHS), strict=True):
             plain_TH, logits = model(ids_T)
             found.append((_difference(packed_TH, plain_TH), 0.0 if logits is None else _difference(*logits)))
-    model.hf.train(training)
     reshard(model)
     world.together(lambda: _refuse(model, _TOLERANCES[size], found))
 
