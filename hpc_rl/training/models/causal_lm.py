@@ -16,7 +16,8 @@ from torch import nn
 from hpc_rl.config.training.common import LoraConfig, ModelConfig, ModelSource, Sharding
 from hpc_rl.errors import UserError
 from hpc_rl.formats.model_families import REFUSALS, refuse_family
-from hpc_rl.formats.model_kind import is_classifier, refuse_without_liger
+from hpc_rl.formats.model_kind import is_classifier
+from hpc_rl.formats.model_options import refuse_option, refuse_without_liger
 from hpc_rl.software.installation import install_command
 from hpc_rl.training.models import lora
 from hpc_rl.training.models.attention import packed_attention
@@ -94,6 +95,8 @@ class PackedModel(nn.Module):
         Raises:
             UserError: the model cannot have these adapters or kernels, or its layers cannot be recomputed in this way.
         """
+        for name in config.restricted():
+            refuse_option("model", self.hf.config.name_or_path, self.hf.config.to_dict(), name)
         if config.lora.is_used:
             self.adapters = lora.add_adapters(self.hf, config.lora, config.path)
             if (head := self.head_name()) is not None:
@@ -102,7 +105,7 @@ class PackedModel(nn.Module):
         self.routers = find_routers(self.hf)
         if config.use_liger:
             use_liger(self.hf)
-        recompute(self.hf, self.layers(), config)
+        recompute(self.hf, lora.text_blocks(self.hf), config)
         self.prepared = config
 
 

@@ -136,11 +136,16 @@ def blocks_of(hf: PreTrainedModel) -> list[nn.Module]:
     return [module for module in hf.modules() if not names.isdisjoint(kind.__name__ for kind in type(module).__mro__)]
 
 
+def text_blocks(hf: PreTrainedModel) -> list[nn.Module]:
+    """Return the transformer blocks of a model's language model, and not of what reads images."""
+    text = {id(module) for module in hf.get_decoder().modules()}
+    return [block for block in blocks_of(hf) if id(block) in text]
+
+
 def block_linears(hf: PreTrainedModel) -> dict[str, nn.Linear]:
     """Return the linear layers of the language model's transformer blocks by name, but for those that are not called,
     and routers that return more than a product (Phi-3.5-MoE)."""
-    text = {id(module) for module in hf.get_decoder().modules()}  # and not what reads images
-    inside = {id(module) for block in blocks_of(hf) if id(block) in text for module in block.modules()}
+    inside = {id(module) for block in text_blocks(hf) for module in block.modules()}
     read = {f"{name}.{_READ.get(type(module).__name__)}" for name, module in hf.named_modules()}
     return {
         name: m
@@ -168,7 +173,7 @@ def add_adapters(hf: PreTrainedModel, config: LoraConfig, base: str) -> Adapters
         rank, alpha = source.rank, source.alpha
     else:
         assert config.rank is not None
-        names = matching(config.target_modules, linear)
+        names = matching(config.target_modules, linear, (name for name, _ in hf.named_parameters()))
         rank = config.rank
         alpha = config.alpha_of_new
     if not names:

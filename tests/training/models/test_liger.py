@@ -14,7 +14,7 @@ import torch
 
 from hpc_rl.config.training.common import ModelConfig
 from hpc_rl.errors import UserError
-from hpc_rl.formats.model_kind import _LIGER
+from hpc_rl.formats.model_options import _LIGER
 from hpc_rl.training.models.attention.packed_batch import PackedBatch, pack_samples
 from hpc_rl.training.models.causal_lm import causal_lm, load_model
 from hpc_rl.training.models.scalar_model import critic

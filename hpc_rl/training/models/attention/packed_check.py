@@ -29,8 +29,8 @@ _FIRST = 4
 median ignores a single token that rounding sends to another expert."""
 _TOLERANCES = {2: (0.2, 0.02), 4: (1e-4, 1e-3)}
 """Bytes of a number -> largest relative difference of the hidden states, which is the rounding of all layers, and of
-the logits of the same hidden states, which is one rounding. Rounding of small models is 5e-7 or 0.01; a short
-convolution with weights of 0.02 that computes two samples as one changes hidden states by 5e-4, which bfloat16 hides."""
+the logits of the same hidden states, which is one rounding. Rounding of small models is 5e-7 or 0.01. A short
+convolution with weights of 0.02 that computes samples as one changes hidden states by 5e-4, which bfloat16 hides."""
 
 _PROBLEMS = (
     "cannot be trained in packed rows: the hidden states of a sample are not those that the sample has alone",
