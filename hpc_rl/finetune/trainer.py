@@ -31,7 +31,7 @@ from hpc_rl.training.checkpoints.folders import Progress, step_folder
 from hpc_rl.training.checkpoints.model_state import Tensors, random_state, set_random_state
 from hpc_rl.training.checkpoints.saver import OneModel, Saver
 from hpc_rl.training.loop import LoopState, decide, run_steps, validate_first, validation_is_due
-from hpc_rl.training.models.causal_lm import Flops, PackedModel, count_flops, load_tokenizer
+from hpc_rl.training.models.causal_lm import Flops, PackedModel, count_flops, evaluating, load_tokenizer
 from hpc_rl.training.optim import build_optimizer, clip_gradients, lr_factor, set_lr
 from hpc_rl.training.parallel import sharding
 from hpc_rl.training.parallel.distributed import World
@@ -333,7 +333,6 @@ def save(state: TrainerState) -> None:
 def validate(state: TrainerState) -> dict[str, float]:
     """Return the loss and the metrics of the validation data, as if it was one batch."""
     config, world, objective = state.config, state.world, state.objective
-    state.model.eval()
     work = objective.work(state.val_sizes)
     plan = work.micro_batches(world, config.trainer)
     sums = torch.zeros((), device=world.device)
@@ -341,13 +340,12 @@ def validate(state: TrainerState) -> dict[str, float]:
     def micro_batches() -> Iterator[Any]:  # one at a time, since the data may be large
         return (objective.collate([state.val[index] for index in micro]).to(world.device) for micro in plan)
 
-    with guards.explain_out_of_memory("validation"):
+    with guards.explain_out_of_memory("validation"), evaluating(state.model):
         objective.begin(state.model, micro_batches(), world)
         for micro_batch in micro_batches():
             found = objective.loss(state.model, micro_batch, 1.0)
             sums = sums + torch.cat([found.loss[None], found.sums])
             heart.beat()
-    state.model.train()
     by_group = world.gather_rows(sums.tolist())[:: config.trainer.sequence_parallel]
     loss, *sums_K = by_group.sum(dim=0).tolist()
     metrics = {"loss": loss / objective.divisor(work), **objective.metrics(sums_K)}

@@ -14,20 +14,6 @@ from hpc_rl.system.files import read_json
 
 _HEAD = "score.weight"
 """Name of the head's weight in transformers' sequence classifiers based on decoder models."""
-_LIGER = (
-    "exaone4",
-    "hunyuan_v1_dense",
-    "llama",
-    "ministral",
-    "mistral",
-    "olmo2",
-    "olmo3",
-    "phi3",
-    "qwen2",
-    "qwen3",
-    "smollm3",
-)
-"""model_type of the dense models for which Liger has all three kernels; `make test-liger` compares each of them."""
 MIXERS = {
     "bamba": "BambaMixer",
     "falcon_h1": "FalconH1Mixer",
@@ -138,54 +124,6 @@ def refuse_quantised(
         )
 
 
-def refuse_without_liger(key: str, path: str, settings: Mapping[str, Any]) -> None:
-    """Raise UserError if model.use_liger cannot replace the layers of a model.
-
-    Args:
-        key: the option that names `path`, for the error.
-        settings: of the model, as in its config.json.
-    """
-    settings = text_settings(settings)
-    family, rotated = settings.get("model_type"), _rotated_part(settings)
-    activation = settings.get("hidden_act", "silu")
-    problem = None
-    if family not in _LIGER:
-        problem = f"is of type {family}, which model.use_liger=true does not support ({', '.join(_LIGER)})"
-    elif rotated != 1:
-        problem = f"rotates {rotated:g} of each head (partial_rotary_factor), and model.use_liger=true would rotate all"
-    elif activation not in ("silu", "swish"):
-        problem = f"has the activation {activation} (hidden_act), and model.use_liger=true would compute silu"
-    elif settings.get("mlp_bias"):
-        problem = "has biases in its MLPs (mlp_bias), which model.use_liger=true would leave out"
-    if problem is not None:
-        raise UserError(f"{key} {path} {problem}: remove model.use_liger, or use another model")
-
-
-def refuse_unsplittable(key: str, path: str, settings: Mapping[str, Any], size: int) -> None:
-    """Raise UserError if ranks cannot share the rows of a model.
-
-    Args:
-        key: the option that names `path`, for the error.
-        settings: of the model, as in its config.json.
-        size: trainer.sequence_parallel.
-    """
-    if size == 1:
-        return
-    if has_mixers(settings):
-        raise UserError(
-            f"trainer.sequence_parallel={size}: {key} {path} has layers with a state, which need whole samples "
-            "and cannot compute a slice: use trainer.sequence_parallel=1, or another model"
-        )
-    settings = text_settings(settings)
-    heads = settings.get("num_attention_heads")
-    if isinstance(heads, int) and heads > 0 and heads % size:
-        divisors = ", ".join(str(number) for number in range(1, heads + 1) if heads % number == 0)
-        raise UserError(
-            f"trainer.sequence_parallel={size} does not divide the {heads} query heads of {key} {path}: use one of "
-            f"{divisors}"
-        )
-
-
 def refuse_other_frequencies(key: str, path: str, settings: Mapping[str, Any], engine: str, room: int) -> None:
     """Raise UserError if the rotary embedding of a model in an engine is not the one with which it is trained.
 
@@ -262,13 +200,6 @@ def _parts_of_engine(settings: Mapping[str, Any]) -> Iterator[tuple[str, int]]:
 def _splits(name: str, number: int, size: int) -> bool:
     """Return whether GPUs can share a part of a model. If there are fewer key heads than GPUs, key heads are copied."""
     return number % size == 0 or (name == _KEY_HEADS and size % number == 0)
-
-
-def _rotated_part(settings: Mapping[str, Any]) -> float:
-    """Return the part of each attention head that the rotary embedding of a model changes."""
-    tables = (settings, settings.get("rope_parameters"), settings.get("rope_scaling"))
-    found = (table.get("partial_rotary_factor") for table in tables if isinstance(table, Mapping))
-    return min((float(part) for part in found if part is not None), default=1.0)
 
 
 def text_settings(settings: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -22,6 +22,8 @@ PREFIX = "base_model.model."
 """What peft puts before the names of a model's weights."""
 DOWN, UP = "lora_A", "lora_B"
 """Names of an adapter's two layers: input -> rank, and rank -> output."""
+_EXPERTS = ".experts."
+"""Part of the names of a mixture's experts. Shared experts have other names."""
 _UNSUPPORTED = (
     *("use_dora", "use_rslora", "use_qalora", "use_bdlora", "fan_in_fan_out", "lora_bias", "rank_pattern"),
     *("alpha_pattern", "trainable_token_indices", "layer_replication", "target_parameters", "alora_invocation_tokens"),
@@ -152,8 +154,11 @@ def _text(shape: Sequence[int]) -> str:
     return " x ".join(map(str, shape))
 
 
-def matching(targets: Sequence[str], layers: Iterable[str]) -> list[str]:
+def matching(targets: Sequence[str], layers: Iterable[str], weights: Iterable[str]) -> list[str]:
     """Return the linear layers that `target_modules` names, by the last parts of their names; all of them for no name.
+
+    Args:
+        weights: names of all weights of the model.
 
     Raises:
         UserError: a name matches no layer; the message lists those that there are.
@@ -162,10 +167,13 @@ def matching(targets: Sequence[str], layers: Iterable[str]) -> list[str]:
     for target in targets:
         if not any(_is_named(layer, target) for layer in layers):
             there = ", ".join(sorted({layer.rpartition(".")[2] for layer in layers})) or "none"
-            raise UserError(
-                f"model.lora.target_modules: {target} matches no linear layer of the model's transformer blocks; they "
-                f"have: {there}"
-            )
+            found = "matches no linear layer of the model's transformer blocks"
+            if any(_EXPERTS in name and f".{target}." in f".{name}." for name in weights):
+                found = (
+                    "names experts, which cannot have adapters: all experts of a layer are one tensor, and engines "
+                    "load adapters of such tensors for a few types of models only"
+                )
+            raise UserError(f"model.lora.target_modules: {target} {found}; the linear layers are: {there}")
     return [layer for layer in layers if not targets or any(_is_named(layer, target) for target in targets)]
 
 
@@ -174,11 +182,12 @@ def _is_named(layer: str, target: str) -> bool:
 
 
 def block_layers(weights: Mapping[str, Shape]) -> list[str]:
-    """Return the linear layers of transformer blocks among a model's weights: matrices of numbered modules."""
+    """Return the linear layers of transformer blocks among a model's weights: matrices of numbered modules, but for
+    experts, which transformers loads as one tensor."""
     return [
         name.removesuffix(".weight")
         for name, shape in weights.items()
-        if name.endswith(".weight") and len(shape) == 2 and re.search(r"\.\d+\.", name)
+        if name.endswith(".weight") and len(shape) == 2 and re.search(r"\.\d+\.", name) and _EXPERTS not in name
     ]
 
 

@@ -19,7 +19,7 @@ from hpc_rl.config.tree import flat
 from hpc_rl.errors import UserError
 from hpc_rl.formats.hub import hub_config
 from hpc_rl.formats.model_families import refuse_family
-from hpc_rl.formats.model_kind import refuse_unsplittable
+from hpc_rl.formats.model_options import refuse_unsplittable
 from hpc_rl.plan.advice import MOST_NODES, advise, fewest, more_nodes, words
 from hpc_rl.plan.duration import Duration, gpus_of, items_of
 from hpc_rl.plan.hardware import gpu_bytes

@@ -120,6 +120,15 @@ class ModelConfig(ModelSource):
         except ValidationError:
             return value
 
+    def restricted(self) -> Iterator[str]:
+        """Yield the names of the options in use that some models do not have, of formats/model_options.py."""
+        used = {
+            "adapters": self.lora.is_used,
+            "4 bits": self.lora.quantize is not None,
+            "recomputation": self.enable_gradient_checkpointing is not False,
+        }
+        yield from (name for name, is_used in used.items() if is_used)
+
     def problems(self) -> Iterator[str]:
         if self.enable_activation_offload and self.enable_gradient_checkpointing is not True:
             yield (

@@ -13,7 +13,7 @@ from hpc_rl.formats.model_kind import refuse_other_frequencies
 from hpc_rl.rl.workers.learner import Columns, Learner, Parts, add
 from hpc_rl.rl.workers.logprobs import token_logprobs_of
 from hpc_rl.rl.workers.packed_shard import MicroBatch
-from hpc_rl.training.models.causal_lm import CausalLM, causal_lm, count_flops, disable_dropout
+from hpc_rl.training.models.causal_lm import CausalLM, causal_lm, count_flops, without_noise
 from hpc_rl.training.models.loading import load_sharded
 from hpc_rl.training.parallel.distributed import World
 
@@ -26,7 +26,7 @@ class Actor(Learner[CausalLM]):
         engine, settings = engine_name(config.rollout, config.trainer.computes_on), model.hf.config.to_dict()
         rule = ("model.path", config.model.path, settings, engine, room(config))
         world.together(lambda: refuse_other_frequencies(*rule))
-        disable_dropout(model)
+        without_noise(model)
         self.flops = count_flops(model)
         super().__init__("actor", model, config.actor.optim, config, world)
         algorithm = config.algorithm

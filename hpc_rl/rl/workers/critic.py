@@ -10,7 +10,7 @@ from hpc_rl.algorithms import losses
 from hpc_rl.config.rl.ppo import PpoConfig
 from hpc_rl.rl.workers.learner import Columns, Learner, Parts, add
 from hpc_rl.rl.workers.packed_shard import MicroBatch, PackedShard
-from hpc_rl.training.models.causal_lm import disable_dropout
+from hpc_rl.training.models.causal_lm import without_noise
 from hpc_rl.training.models.loading import load_sharded
 from hpc_rl.training.models.scalar_model import ScalarModel, check_outputs, critic, refuse_other_vocabulary
 from hpc_rl.training.parallel.distributed import World
@@ -25,7 +25,7 @@ class Critic(Learner[ScalarModel]):
             world.together(lambda: refuse_other_vocabulary("critic.path", path, config.model))
             world.together(lambda: check_outputs("critic.path", path, 1))
         model = load_sharded(critic(path, config.model), world, config.trainer)
-        disable_dropout(model)
+        without_noise(model)
         super().__init__("critic", model, config.critic.optim, config, world)
 
     @torch.no_grad()

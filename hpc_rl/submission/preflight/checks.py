@@ -21,12 +21,8 @@ from hpc_rl.data.selection import check_scored
 from hpc_rl.environments.loading import ENVIRONMENT, TOOLS
 from hpc_rl.errors import UserError
 from hpc_rl.formats.model_families import refuse_family
-from hpc_rl.formats.model_kind import (
-    refuse_other_frequencies,
-    refuse_unsplittable,
-    refuse_unsplittable_engine,
-    refuse_without_liger,
-)
+from hpc_rl.formats.model_kind import refuse_other_frequencies, refuse_unsplittable_engine
+from hpc_rl.formats.model_options import refuse_option, refuse_unsplittable, refuse_without_liger
 from hpc_rl.images.run_options import image_preflight
 from hpc_rl.liveness.activity import doing
 from hpc_rl.plan.memory import Planned, computed_here, models_of
@@ -241,6 +237,10 @@ def _rules_for(key: str, config: Planned) -> Iterator[tuple[Callable[..., None],
     """Yield the rules about config.json that a model of a job has to meet, with their further arguments."""
     if key in (computed := computed_here(config)):
         yield refuse_family, (computed[key], config.trainer.packing)
+    if isinstance(config.model, ModelConfig) and key in ("model.path", "critic.path"):
+        yield from ((refuse_option, (name,)) for name in config.model.restricted())
+        if isinstance(config, PpoConfig) and key == "model.path" and not config.rollout.merge_lora:
+            yield refuse_option, ("adapters in engines",)
     if not isinstance(config, GenerateConfig) and config.trainer.sequence_parallel > 1:
         yield refuse_unsplittable, (config.trainer.sequence_parallel,)
     engine_gpus = config.rollout.tensor_parallel_size if isinstance(config, PpoConfig | GenerateConfig) else 1

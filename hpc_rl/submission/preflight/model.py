@@ -148,7 +148,7 @@ def check_adapters(model: ModelConfig, max_rank: int | None, coming: frozenset[P
             return None  # the check of the model reports it
     if lora.path is None:
         if weights:
-            matching(lora.target_modules, block_layers(weights))
+            matching(lora.target_modules, block_layers(weights), weights)
         return
     key = "model.lora.path"
     if not Path(lora.path).is_dir():

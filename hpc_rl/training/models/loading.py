@@ -18,7 +18,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Shard
 
 from hpc_rl.errors import UserError
-from hpc_rl.formats.model_kind import refuse_unsplittable
+from hpc_rl.formats.model_options import refuse_unsplittable
 from hpc_rl.training.models import lora
 from hpc_rl.training.models.attention.packed_attention import use_flash_attention_3
 from hpc_rl.training.models.attention.packed_check import check_packing

@@ -44,8 +44,10 @@ KEY = "model.lora.path"
 _READ = {
     "BambaMixer": "out_proj",
     "FalconH1Mixer": "out_proj",
+    "Gemma3nTextAltUp": "correction_coefs",
     "GraniteMoeHybridMambaLayer": "out_proj",
     "JambaMambaMixer": "dt_proj",
+    "LongcatFlashTopkRouter": "classifier",
     "NemotronHMamba2Mixer": "out_proj",
 }
 """Class of transformers -> a linear layer of it whose weight it reads, and which it does not always call: this one can
@@ -134,12 +136,21 @@ def blocks_of(hf: PreTrainedModel) -> list[nn.Module]:
     return [module for module in hf.modules() if not names.isdisjoint(kind.__name__ for kind in type(module).__mro__)]
 
 
+def text_blocks(hf: PreTrainedModel) -> list[nn.Module]:
+    """Return the transformer blocks of a model's language model, and not of what reads images."""
+    text = {id(module) for module in hf.get_decoder().modules()}
+    return [block for block in blocks_of(hf) if id(block) in text]
+
+
 def block_linears(hf: PreTrainedModel) -> dict[str, nn.Linear]:
-    """Return the linear layers of the transformer blocks by name, but for those that are not called."""
-    inside = {id(module) for block in blocks_of(hf) for module in block.modules()}
+    """Return the linear layers of the language model's transformer blocks by name, but for those that are not called,
+    and routers that return more than a product (Phi-3.5-MoE)."""
+    inside = {id(module) for block in text_blocks(hf) for module in block.modules()}
     read = {f"{name}.{_READ.get(type(module).__name__)}" for name, module in hf.named_modules()}
     return {
-        name: m for name, m in hf.named_modules() if isinstance(m, nn.Linear) and id(m) in inside and name not in read
+        name: m
+        for name, m in hf.named_modules()
+        if getattr(type(m), "forward", None) is nn.Linear.forward and id(m) in inside and name not in read
     }
 
 
@@ -162,7 +173,7 @@ def add_adapters(hf: PreTrainedModel, config: LoraConfig, base: str) -> Adapters
         rank, alpha = source.rank, source.alpha
     else:
         assert config.rank is not None
-        names = matching(config.target_modules, linear)
+        names = matching(config.target_modules, linear, (name for name, _ in hf.named_parameters()))
         rank = config.rank
         alpha = config.alpha_of_new
     if not names:
@@ -194,8 +205,7 @@ def new_like(config: LoraConfig) -> LoraConfig:
 def _shortest(names: Sequence[str], hf: nn.Module) -> tuple[str, ...]:
     """Return the last parts of the layers' names if these select the same layers, else the whole names."""
     last = sorted({name.rpartition(".")[2] for name in names})
-    linear = {name for name, module in hf.named_modules() if isinstance(module, nn.Linear)}
-    selected = {name for name in linear if name.rpartition(".")[2] in last}
+    selected = {name for name, _ in hf.named_modules() if name.rpartition(".")[2] in last}
     return tuple(names) if selected - set(names) else tuple(last)
 
 

@@ -89,6 +89,6 @@ def _tell(
             f"models of type {config.model_type} do not pass the samples' lengths to their layers, which packing "
             "needs: use another model"
         )
-    assert bounds is None or bounds.sequence.size == 1  # model_kind.refuse_unsplittable
+    assert bounds is None or bounds.sequence.size == 1  # model_options.refuse_unsplittable
     for mixer in mixers:
         mixer.bounds = bounds

@@ -14,7 +14,7 @@ import torch
 
 from hpc_rl.config.training.common import ModelConfig
 from hpc_rl.errors import UserError
-from hpc_rl.formats.model_kind import _LIGER
+from hpc_rl.formats.model_options import _LIGER
 from hpc_rl.training.models.attention.packed_batch import PackedBatch, pack_samples
 from hpc_rl.training.models.causal_lm import causal_lm, load_model
 from hpc_rl.training.models.scalar_model import critic
@@ -37,9 +37,9 @@ def test_other_models_are_refused_without_the_library(tmp_path: Path) -> None:
 def kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[set[str]]:
     """Complete what the interpreter lacks: numbers with a fraction as arguments, and functions of CUDA's libdevice.
     Yield the names of the kernels that have run."""
-    pytest.importorskip("liger_kernel", reason="liger-kernel is not installed: make test-liger")
+    pytest.importorskip("liger_kernel", reason="liger-kernel is not installed: make test-triton")
     if os.environ.get("TRITON_INTERPRET") != "1":
-        pytest.skip("Triton compiles for GPUs: make test-liger")
+        pytest.skip("Triton compiles for GPUs: make test-triton")
     import triton.language as tl
     from liger_kernel.ops import rms_norm
     from triton.runtime import interpreter

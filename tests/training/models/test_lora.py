@@ -114,14 +114,18 @@ def test_frozen_weights_cost_two_thirds(path: str) -> None:
 
 def test_names_of_layers() -> None:
     layers = ["a.0.self_attn.q_proj", "a.0.mlp.up_proj", "a.1.self_attn.q_proj"]
-    assert matching([], layers) == layers
-    assert matching(["q_proj"], layers) == [layers[0], layers[2]]
-    assert matching(["a.1.self_attn.q_proj", "mlp.up_proj"], layers) == layers[1:]
-    with pytest.raises(
-        UserError, match=r"target_modules: proj matches no linear layer .*; they have: q_proj, up_proj$"
-    ):
-        matching(["q_proj", "proj"], layers)
+    weights = ["a.0.mlp.experts.gate_up_proj", "a.1.mlp.experts.3.w1.weight"]  # of transformers, and of files
+    assert matching([], layers, weights) == layers
+    assert matching(["q_proj"], layers, weights) == [layers[0], layers[2]]
+    assert matching(["a.1.self_attn.q_proj", "mlp.up_proj"], layers, weights) == layers[1:]
+    for name, found in {
+        "proj": "matches no linear layer of the model's transformer blocks",
+        **dict.fromkeys(("experts", "gate_up_proj", "w1"), "names experts, which cannot have adapters: all .* only"),
+    }.items():
+        with pytest.raises(UserError, match=rf"{name} {found}; the linear layers are: q_proj, up_proj$"):
+            matching(["q_proj", name], layers, weights)
     shapes = {"model.embed.weight": (9, 4), "layers.0.q.weight": (4, 4), "layers.0.norm.weight": (4,)}
+    shapes["layers.0.experts.1.w1.weight"] = (4, 4)
     assert block_layers({**shapes, "layers.0.q.bias": (4,)}) == ["layers.0.q"]
 
 

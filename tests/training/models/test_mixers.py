@@ -146,6 +146,16 @@ def test_without_the_split_the_model_is_refused(tmp_path: Path, kind: str, monke
         load(tiny(tmp_path, kind))
 
 
+@pytest.mark.parametrize("kind", ["lfm2", "lfm2_moe"])
+def test_a_weak_state_that_is_not_split_is_refused_too(
+    tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(models, "split_mixers", lambda _hf: None)
+    settings = {"layers": 3, "hidden": 64, "num_attention_heads": 4, **KINDS[kind], "initializer_range": 0.02}
+    with pytest.raises(UserError, match="cannot be trained in packed rows"):
+        load(str(make_tiny_model(tmp_path, kind=kind, **settings)))
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_bfloat16_adapters_and_names_of_weights(tmp_path: Path, kind: str) -> None:
     """Adapters are on the projections of mixers, and engines receive what the files contain."""

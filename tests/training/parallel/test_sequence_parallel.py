@@ -12,8 +12,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hpc_rl.errors import AgreedError, UserError
-from hpc_rl.formats.model_kind import refuse_unsplittable
+from hpc_rl.errors import AgreedError
 from hpc_rl.training.models.attention.packed_batch import PackedBatch, filler, pack_samples
 from hpc_rl.training.parallel.distributed import World
 from hpc_rl.training.parallel.sequence_parallel import ALONE, SequenceGroup, join, repetitions
@@ -21,7 +20,21 @@ from tests.finetune.jobs import spawn
 from tests.helpers import make_tiny_model
 from tests.training import sequence_ranks
 from tests.training.models.attention.test_samples_alone import LONGROPE
+from tests.training.models.test_families import make
 
+FAMILIES: dict[str, dict[str, Any]] = {
+    "cohere2": {"sliding_window": 6, "logit_scale": 0.3},
+    "deepseek_v3": {},
+    "gemma2": {"sliding_window": 6, "attn_logit_softcapping": 5.0, "final_logit_softcapping": 3.0},
+    "gemma3n_text": {"sliding_window": 6},
+    "gemma4_text": {
+        **{"num_hidden_layers": 4, "num_kv_shared_layers": 2, "global_head_dim": 16, "sliding_window": 6},
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+    },
+    "glm4": {},
+    "longcat_flash": {},
+}
+"""Other head sizes of values than of keys, layers with the keys of others, rotary embeddings of a part of each head."""
 TWO_RANKS: dict[str, dict[str, Any]] = {
     "sft": {"role": "sft"},
     "sft, gradients": {"role": "sft", "sharding": "gradients"},
@@ -39,6 +52,7 @@ TWO_RANKS: dict[str, dict[str, Any]] = {
     "sft, longrope": {"role": "sft", "kind": "longrope"},
     "critic, longrope, recomputed": {"role": "critic", "kind": "longrope", "recompute": True},
     "dpo, dynamic": {"role": "dpo", "kind": "dynamic"},
+    **{f"sft, {kind}": {"role": "sft", "kind": kind, "recompute": True} for kind in FAMILIES},
 }
 FOUR_RANKS: dict[str, dict[str, Any]] = {
     "sft, two groups": {"role": "sft", "size": 2},
@@ -128,33 +142,6 @@ def test_key_heads_are_repeated_until_ranks_can_share_them(key_heads: int, size:
     assert repetitions(key_heads, size) == times
 
 
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        (
-            {"num_attention_heads": 12},
-            "trainer.sequence_parallel=8 does not divide the 12 query heads of model.path /m: use one of 1, 2, 3, 4, 6,"
-            " 12",
-        ),
-        ({"text_config": {"num_attention_heads": 6}}, "does not divide the 6 query heads"),
-        ({"model_type": "qwen3_next"}, "model.path /m has layers with a state, which need whole samples"),
-        ({"text_config": {"model_type": "qwen3_5_text"}}, "has layers with a state"),
-        ({"model_type": "granitemoehybrid", "layer_types": ["mamba", "attention"]}, "has layers with a state"),
-    ],
-)
-def test_models_that_ranks_cannot_share(settings: dict[str, Any], message: str) -> None:
-    with pytest.raises(UserError) as caught:
-        refuse_unsplittable("model.path", "/m", {"num_attention_heads": 16, **settings}, 8)
-    assert message in str(caught.value)
-
-
-def test_models_that_ranks_can_share() -> None:
-    refuse_unsplittable("model.path", "/m", {"num_attention_heads": 16}, 8)
-    refuse_unsplittable("model.path", "/m", {"model_type": "granitemoehybrid", "layer_types": ["attention"] * 2}, 8)
-    refuse_unsplittable("model.path", "/m", {}, 8)
-    refuse_unsplittable("model.path", "/m", {"num_attention_heads": 7}, 1)
-
-
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """Models with four query heads."""
@@ -172,7 +159,9 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
             "max_position_embeddings": 8,
         },
     }
-    return {
+    for kind, more in FAMILIES.items():
+        make(folder / kind, kind, **more)
+    return {kind: str(folder / kind) for kind in FAMILIES} | {
         name: str(make_tiny_model(folder / str(number), num_attention_heads=4, **more))
         for number, (name, more) in enumerate(settings.items())
     }

@@ -10,12 +10,10 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Collection, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Collection, Iterable, Sequence
 from typing import TYPE_CHECKING
 
 import torch
-from torch import nn
 
 from hpc_rl.config.rl.rollout import EngineJob, engine_dtype, room
 from hpc_rl.errors import UserError
@@ -23,7 +21,7 @@ from hpc_rl.liveness.heartbeat import heart
 from hpc_rl.rl.rollout.engine import Completion, Placement, Request
 from hpc_rl.rl.rollout.hf.batch import RunningBatch
 from hpc_rl.rl.rollout.hf.kv_cache import KVCache
-from hpc_rl.training.models.causal_lm import CausalLM, load_model
+from hpc_rl.training.models.causal_lm import CausalLM, evaluating, load_model
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -147,16 +145,3 @@ class HfEngine:
             self._cache = None  # frees its memory before the new one is allocated
             self._cache = KVCache(rows, columns)
         return self._cache
-
-
-@contextmanager
-def evaluating(module: nn.Module) -> Iterator[None]:
-    """Switch off dropout; restore the mode of every submodule afterwards."""
-    training = [part for part in module.modules() if part.training]
-    for part in training:
-        part.training = False
-    try:
-        yield
-    finally:
-        for part in training:
-            part.training = True

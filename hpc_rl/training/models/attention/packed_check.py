@@ -21,7 +21,7 @@ from hpc_rl.errors import UserError
 from hpc_rl.formats.model_families import UNPACK
 from hpc_rl.training.models.attention.packed_attention import ATTENTION, backbone_of, is_packed
 from hpc_rl.training.models.attention.packed_batch import PackedBatch, pack_samples
-from hpc_rl.training.models.causal_lm import PackedModel, head_inputs, softcap_of
+from hpc_rl.training.models.causal_lm import PackedModel, evaluating, head_inputs, softcap_of
 from hpc_rl.training.parallel.distributed import World
 from hpc_rl.training.parallel.sharding import reshard
 
@@ -30,9 +30,10 @@ LENGTHS = (7, 12, 6)
 _FIRST = 4
 """Tokens at the start of each sample that decide: what leaks from the sample before is strongest there, and their
 median ignores a single token that rounding sends to another expert."""
-_TOLERANCES = {2: (0.2, 0.02), 4: (1e-3, 1e-3)}
+_TOLERANCES = {2: (0.2, 0.02), 4: (1e-4, 1e-3)}
 """Bytes of a number -> largest relative difference of the hidden states, which is the rounding of all layers, and of
-the logits of the same hidden states, which is one rounding."""
+the logits of the same hidden states, which is one rounding. Rounding of small models is 5e-7 or 0.01. A short
+convolution with weights of 0.02 that computes samples as one changes hidden states by 5e-4, which bfloat16 hides."""
 
 _APART = (
     "cannot be trained in packed rows: the hidden states of a sample are not those that the sample has alone",
@@ -52,16 +53,14 @@ def check_packing(model: PackedModel, world: World) -> None:
         AgreedError: they differ; every rank raises this.
     """
     batch, packed = _batch(model).to(world.device), is_packed(model.hf)
-    training = model.hf.training
-    model.hf.eval()
-    with torch.no_grad(), _forward(model, _packed):
+    with torch.no_grad(), evaluating(model), _forward(model, _packed):
         together_TH, size = model(batch)
     found = []
-    with torch.no_grad(), _forward(model, _plain), _own_attention(model) if packed else nullcontext():
+    own_attention = _own_attention(model) if packed else nullcontext()
+    with torch.no_grad(), evaluating(model), _forward(model, _plain), own_attention:
         for ids_T, ours_TH in zip(batch.input_ids_T.split(LENGTHS), together_TH.split(LENGTHS), strict=True):
             plain_TH, logits = model(ids_T if packed else ids_T[:_FIRST])
             found.append((_difference(ours_TH, plain_TH), 0.0 if logits is None else _difference(*logits)))
-    model.hf.train(training)
     reshard(model)
     world.together(lambda: _refuse(model, (_APART if packed else _CAUSAL, _LOGITS), _TOLERANCES[size], found))
 
