@@ -36,6 +36,7 @@ from hpc_rl.formats.peft_folder import (
 )
 from hpc_rl.training.models.four_bit import FourBitLinear
 from hpc_rl.training.models.safetensors_files import contents
+from hpc_rl.training.models.wrappers import is_cut
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -193,6 +194,8 @@ def new_like(config: LoraConfig) -> LoraConfig:
 
 def _shortest(names: Sequence[str], hf: nn.Module) -> tuple[str, ...]:
     """Return the last parts of the layers' names if these select the same layers, else the whole names."""
+    if is_cut(hf):  # its other parts may have layers of the same names
+        return tuple(names)
     last = sorted({name.rpartition(".")[2] for name in names})
     linear = {name for name, module in hf.named_modules() if isinstance(module, nn.Linear)}
     selected = {name for name in linear if name.rpartition(".")[2] in last}
