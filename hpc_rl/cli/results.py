@@ -142,6 +142,15 @@ def export(
             show_default=False,
         ),
     ] = None,
+    base: Annotated[
+        Path | None,
+        typer.Option(
+            parser=path,
+            metavar="DIR",
+            help="Folder of the model that training started from, if it is no longer where it was.",
+            show_default=False,
+        ),
+    ] = None,
 ) -> None:
     """Write a checkpoint as a Hugging Face model folder.
 
@@ -157,7 +166,7 @@ def export(
     from hpc_rl.training.checkpoints.export import export as export_model
 
     logging.disable_progress_bar()  # type: ignore[no-untyped-call]
-    export_model(folder, out, dtype, merge)
+    export_model(folder, out, dtype, merge, base=None if base is None else str(base))
     print(f"wrote {out}")
 
 

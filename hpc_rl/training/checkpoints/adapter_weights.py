@@ -42,18 +42,19 @@ def has_adapters(part: Path) -> bool:
     return (part / model_state.HF / CONFIG).exists()
 
 
-def open_weights(part: Path, hf: PreTrainedModel, four_bit: bool) -> Weights:
+def open_weights(part: Path, hf: PreTrainedModel, four_bit: bool, base: str | None = None) -> Weights:
     """Return the weights of a model's part of a checkpoint, with adapters merged.
 
     Args:
         hf: the model without memory.
         four_bit: whether the weights below the adapters had 4 bits. Adapters also make up for their rounding, so they
             are merged into the rounded weights.
+        base: the folder where the model of adapters is now; None for where it was.
 
     Raises:
         UserError: there is no checkpoint, or the model of its adapters cannot be read or rounded.
     """
-    return _Merged(part, hf, four_bit) if has_adapters(part) else _Plain(part)
+    return _Merged(part, hf, four_bit, base) if has_adapters(part) else _Plain(part)
 
 
 class _Plain:
@@ -71,7 +72,7 @@ class _Plain:
 class _Merged:
     """The weights of the model that adapters belong to, with the adapters merged into them."""
 
-    def __init__(self, part: Path, hf: PreTrainedModel, four_bit: bool) -> None:
+    def __init__(self, part: Path, hf: PreTrainedModel, four_bit: bool, base: str | None) -> None:
         self._part = part
         if four_bit:
             bitsandbytes(f"export {_ALONE}")
@@ -79,7 +80,7 @@ class _Merged:
         config = json.loads((part / model_state.HF / CONFIG).read_text())
         self._scale = config["lora_alpha"] / config["r"]
         self._trained = model_state.stored_weights(part)
-        self._base = _base_weights(str(config["base_model_name_or_path"]), hf)
+        self._base = _base_weights(base or str(config["base_model_name_or_path"]), hf)
         self.stored = {name: StoredWeight(weight.dtype, weight.shape) for name, weight in self._base.items()}
         self.stored |= {name: weight for name, weight in self._trained.items() if not is_adapter(name)}  # a head
 
@@ -87,7 +88,8 @@ class _Merged:
         """Return a weight in a type, with its adapter merged into it."""
         if name in self._trained:
             return model_state.read_weights(self._part, [name], dtype)[name]
-        weight = _whole(self._base[name])
+        found = self._base[name]
+        weight = found if isinstance(found, torch.Tensor) else found.whole()
         if name in self._four_bit:
             weight = rounded_to_four_bits(weight)
         layer = name.removesuffix(".weight")
@@ -96,13 +98,6 @@ class _Merged:
             both = model_state.read_weights(self._part, [down, up])
             return rounded(merged(weight, both[down], both[up], self._scale), dtype, name)
         return weight.to(dtype) if weight.dtype.is_floating_point else weight
-
-
-def _whole(weight: Stored | torch.Tensor) -> torch.Tensor:
-    if isinstance(weight, torch.Tensor):
-        return weight
-    rows = [part.clone() for _, part in weight.rows(0, weight.shape[0] if weight.shape else 1)]
-    return torch.cat(rows).view(weight.shape)
 
 
 def _base_weights(base: str, hf: PreTrainedModel) -> dict[str, Stored] | dict[str, torch.Tensor]:

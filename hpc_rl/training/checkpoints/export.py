@@ -32,10 +32,13 @@ from hpc_rl.system.ownership import own_folders
 from hpc_rl.system.scratch import marked_in_use, remove_abandoned
 from hpc_rl.training.checkpoints import adapter_weights, checkpoint, folders, model_state
 from hpc_rl.training.checkpoints.adapter_weights import Weights
+from hpc_rl.training.checkpoints.left_out import read_left_out, write_complete
 from hpc_rl.training.checkpoints.model_state import UnreadableError
 from hpc_rl.training.models import safetensors_files
-from hpc_rl.training.models.loading import changes_weights, weights_of
+from hpc_rl.training.models.loading import weights_of
 from hpc_rl.training.models.pretrained import from_pretrained, parameters_on_meta
+from hpc_rl.training.models.stored_form import changes_weights
+from hpc_rl.training.models.wrappers import language_class, wrapper_class
 from hpc_rl.training.parallel.distributed import ONE_PROCESS, World
 
 if TYPE_CHECKING:
@@ -52,12 +55,13 @@ def export(
     merge: bool | None = None,
     replace: bool = False,
     world: World = ONE_PROCESS,
+    base: str | None = None,
 ) -> Path:
     """Write weights (safetensors), configuration and tokenizer of a checkpoint into the folder `out`.
 
-    This needs only the checkpoint: no GPU, and not the model that training started from, unless its adapters are
-    merged into it. Every rank of `world` calls it and writes a part. The files get the permissions that the umask gives
-    to new files.
+    This needs no GPU. It needs the model that training started from only if adapters are merged into it, or if its
+    files have weights that were not trained (left_out.py). Every rank of `world` calls it and writes a part. The files
+    get the permissions that the umask gives to new files.
 
     Args:
         source: a run directory (its newest checkpoint is exported) or the folder of one checkpoint.
@@ -66,6 +70,7 @@ def export(
         merge: whether adapters are merged into the weights of their model; otherwise a folder in the format of peft is
             written. None for the run's model.lora.merge.
         replace: replace the contents of `out`, after the new folder is complete.
+        base: the folder where the model is now that training started from; None for where it was.
 
     Returns:
         the folder of the checkpoint.
@@ -76,10 +81,10 @@ def export(
     """
     with ExitStack() as stack:
         folders = world.together(
-            lambda: stack.enter_context(new_folder(source, out, dtype, merge, replace)) if world.is_main else None
+            lambda: stack.enter_context(new_folder(source, out, dtype, merge, replace, base)) if world.is_main else None
         )
         path, partial = map(Path, world.broadcast(folders and [str(folder) for folder in folders]))
-        world.together(lambda: write_weights(path, partial, dtype, world.rank, world.size, merge))
+        world.together(lambda: write_weights(path, partial, dtype, world.rank, world.size, merge, base))
         world.together(stack.close)
     return path
 
@@ -99,7 +104,12 @@ def export_dtype(model: ModelConfig, trainer: TrainingConfig) -> str:
 
 @contextmanager
 def new_folder(
-    source: Path, out: Path, dtype: str | None = None, merge: bool | None = None, replace: bool = False
+    source: Path,
+    out: Path,
+    dtype: str | None = None,
+    merge: bool | None = None,
+    replace: bool = False,
+    base: str | None = None,
 ) -> Iterator[tuple[Path, Path]]:
     """Yield a checkpoint and a folder in which only the weights are missing; name the folder `out` at the end.
 
@@ -116,7 +126,7 @@ def new_folder(
         with marked_in_use(partial):
             model_state.stored_weights(_part(path))  # before the other files of a checkpoint that is no checkpoint
             with _explained(out):
-                _write_settings(path, partial, dtype, merge)
+                _write_settings(path, partial, dtype, merge, base)
             yield path, partial
         with _explained(out):
             _follow_umask(partial)
@@ -128,13 +138,19 @@ def new_folder(
 
 
 def write_weights(
-    path: Path, folder: Path, dtype: str | None, rank: int, ranks: int, merge: bool | None = None
+    path: Path,
+    folder: Path,
+    dtype: str | None,
+    rank: int,
+    ranks: int,
+    merge: bool | None = None,
+    base: str | None = None,
 ) -> None:
     """Write one rank's files of the weights of a checkpoint.
 
     Args:
         path: the checkpoint.
-        merge: see `export`.
+        merge, base: see `export`.
 
     Raises:
         UserError: the checkpoint cannot be read.
@@ -150,16 +166,19 @@ def write_weights(
             with _explained(folder):
                 adapter_weights.write_peft_weights(part, folder, dtype)
         return
-    hf = _empty(part, target)
-    if changes_weights(hf) and rank != 0:
+    hf, left = _empty(part, target), read_left_out(part / model_state.HF, base)
+    if left is None and changes_weights(hf) and rank != 0:
         return
-    weights = adapter_weights.open_weights(part, hf, folders.read_progress(path).quantize is not None)
+    weights = adapter_weights.open_weights(part, hf, folders.read_progress(path).quantize is not None, base)
     stored = weights.stored
     names = [name for name in weights_of(hf) if name not in (hf._keys_to_ignore_on_save or ())]
     missing = [name for name in names if name not in stored]
     if missing:
         raise UserError(f"{path} has no weights for {', '.join(missing[:3])} ({len(missing)} in all)")
     with _explained(folder):
+        if left is not None:
+            write_complete(left, hf, weights, folder, target, _FILE_BYTES, (rank, ranks))
+            return
         if changes_weights(hf):
             _write_whole(hf, weights, target, folder)
             return
@@ -180,7 +199,7 @@ def _exports_adapters(path: Path, merge: bool | None) -> bool:
     return not merges and adapter_weights.has_adapters(_part(path))
 
 
-def _write_settings(path: Path, folder: Path, dtype: str | None, merge: bool | None) -> None:
+def _write_settings(path: Path, folder: Path, dtype: str | None, merge: bool | None, base: str | None) -> None:
     """Write configuration, generation settings, tokenizer, and a model's own code. Adapters have a configuration of
     their own, and the tokenizer."""
     from transformers import AutoTokenizer, GenerationConfig
@@ -204,6 +223,9 @@ def _write_settings(path: Path, folder: Path, dtype: str | None, merge: bool | N
     for file in folder.glob("*.safetensors*"):  # without a weight
         file.unlink()
     tokenizer.save_pretrained(folder)
+    if (left := read_left_out(part / model_state.HF, base)) is not None:
+        left.files()  # before anything is written
+        left.copy_settings(folder)
 
 
 def _write_whole(hf: PreTrainedModel, weights: Weights, dtype: torch.dtype, folder: Path) -> None:
@@ -234,6 +256,8 @@ def _empty(part: Path, dtype: torch.dtype) -> PreTrainedModel:
 
     config = _read(AutoConfig, part)
     auto = AutoModelForSequenceClassification if is_classifier(config.architectures) else AutoModelForCausalLM
+    if (wrapper := wrapper_class(config)) is not None:
+        auto = language_class(wrapper)
     with parameters_on_meta():
         hf: PreTrainedModel = auto.from_config(config, dtype=dtype)
     return hf

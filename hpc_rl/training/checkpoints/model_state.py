@@ -33,6 +33,7 @@ from hpc_rl.system.disk import explained
 from hpc_rl.system.files import open_regular, read_json, sync
 from hpc_rl.training.checkpoints import checksums, folders
 from hpc_rl.training.checkpoints.checksums import Checksum, SummedStream
+from hpc_rl.training.checkpoints.left_out import left_out_of
 from hpc_rl.training.eight_bit import has_eight_bits
 from hpc_rl.training.models.causal_lm import PackedModel
 from hpc_rl.training.models.loading import trained_weights
@@ -357,6 +358,8 @@ def _write_settings(folder: Path, found: Snapshot) -> None:
             generation_config.save_pretrained(folder)
         if found.tokenizer is not None:
             found.tokenizer.save_pretrained(folder)
+        if (left := left_out_of(hf)) is not None:
+            left.write(folder)
         if (adapters := found.model.adapters) is not None:
             (folder / peft_folder.CONFIG).write_text(
                 json.dumps(adapters.peft_config(found.model.head_name()), indent=2) + "\n"

@@ -8,7 +8,8 @@ formats, merged experts, renamed weights), rank 0 loads the whole model with tra
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
@@ -18,6 +19,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Shard
 
 from hpc_rl.errors import UserError
+from hpc_rl.formats.counted import counted
 from hpc_rl.formats.model_options import refuse_unsplittable
 from hpc_rl.training.models import lora
 from hpc_rl.training.models.attention.packed_attention import use_flash_attention_3
@@ -27,6 +29,7 @@ from hpc_rl.training.models.compiled import compile_layers
 from hpc_rl.training.models.four_bit import four_bit_weights
 from hpc_rl.training.models.pretrained import Pretrained, weight_files
 from hpc_rl.training.models.safetensors_files import BUFFER_BYTES, Stored, contents
+from hpc_rl.training.models.stored_form import follow_files, only_renames
 from hpc_rl.training.parallel import sharding
 from hpc_rl.training.parallel.distributed import World
 from hpc_rl.training.parallel.sequence_parallel import join
@@ -60,14 +63,20 @@ def load_sharded(pretrained: Pretrained[Model], world: World, trainer: LoadingOp
     sequence = join(world, trainer.sequence_parallel)
     whole = not sharding.is_sharded(world)
     model = world.together(pretrained.load) if whole else _load_parts(pretrained, world, trainer)
-    if world.is_main and (note := pretrained.ignored_note(model.hf)) is not None:
-        print(note, flush=True)
     model.sequence = sequence
     world.together(lambda: set_adapters(model, trainer.seed))
     check_packing(model, world)
+    if world.is_main and (left := getattr(model.hf, "left_out", ())) and pretrained.key == "model.path":
+        print(f"{pretrained.path} also has {_summary(left)}, which are not loaded and not trained", flush=True)
     if model.prepared is not None and trainer.packing:
         compile_layers(model, model.prepared, world)
     return model
+
+
+def _summary(names: Iterable[str]) -> str:
+    """Return the first parts of names of weights, with the number of weights of each."""
+    parts = Counter(".".join(name.split(".")[: 2 if name.startswith("model.") else 1]) for name in names)
+    return ", ".join(f"{part} ({counted(number, 'weight')})" for part, number in sorted(parts.items()))
 
 
 def set_adapters(model: PackedModel, seed: int) -> None:
@@ -123,13 +132,17 @@ def stored_weights(pretrained: Pretrained[Any], hf: PreTrainedModel) -> dict[str
     Raises:
         UserError: a file cannot be read.
     """
-    if getattr(hf.config, "quantization_config", None) or changes_weights(hf) or _in_other_types(hf):
+    if getattr(hf.config, "quantization_config", None) or _in_other_types(hf):
         return None
     try:
         files = weight_files(pretrained.path)
         found = {name: stored for file in files or () for name, stored in contents(file).items()}
     except (OSError, ValueError) as error:
         raise UserError(f"{pretrained.key}: the weights in {pretrained.path!r} cannot be read: {error}") from error
+    own = follow_files(hf, found) if found else {}
+    if not only_renames(hf):
+        return None
+    found = {own.get(name, name): stored for name, stored in found.items()}
     weights = weights_of(hf)
     unexpected = {name for name in found.keys() - weights.keys() if not pretrained.is_unused(name, hf)}
     missing = {name for name in weights.keys() - found.keys() if not pretrained.may_be_new(name)}
@@ -137,15 +150,6 @@ def stored_weights(pretrained: Pretrained[Any], hf: PreTrainedModel) -> dict[str
     if not found or unexpected or missing or not fits:
         return None  # transformers explains what does not fit
     return {name: stored for name, stored in found.items() if name in weights}
-
-
-def changes_weights(hf: PreTrainedModel) -> bool:
-    """Return whether transformers renames, merges or splits weights of such models when it reads and writes them."""
-    try:
-        from transformers.conversion_mapping import get_model_conversion_mapping
-    except ImportError:  # transformers 4, which only renames
-        return bool(getattr(hf, "_checkpoint_conversion_mapping", None))
-    return bool(get_model_conversion_mapping(hf, add_legacy=False))
 
 
 def _in_other_types(hf: PreTrainedModel) -> bool:

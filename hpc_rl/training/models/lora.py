@@ -36,6 +36,7 @@ from hpc_rl.formats.peft_folder import (
 )
 from hpc_rl.training.models.four_bit import FourBitLinear
 from hpc_rl.training.models.safetensors_files import contents
+from hpc_rl.training.models.wrappers import is_cut
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -204,6 +205,8 @@ def new_like(config: LoraConfig) -> LoraConfig:
 
 def _shortest(names: Sequence[str], hf: nn.Module) -> tuple[str, ...]:
     """Return the last parts of the layers' names if these select the same layers, else the whole names."""
+    if is_cut(hf):  # its other parts may have layers of the same names
+        return tuple(names)
     last = sorted({name.rpartition(".")[2] for name in names})
     selected = {name for name, _ in hf.named_modules() if name.rpartition(".")[2] in last}
     return tuple(names) if selected - set(names) else tuple(last)

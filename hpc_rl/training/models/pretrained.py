@@ -21,23 +21,32 @@ from torch import nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from hpc_rl.errors import UserError
-from hpc_rl.formats.counted import counted
 from hpc_rl.formats.hub import check_hub, loading_problem
 from hpc_rl.formats.model_kind import is_classifier, refuse_quantised
 from hpc_rl.formats.safetensors_header import read_header
 from hpc_rl.training.models.attention import packed_attention
+from hpc_rl.training.models.stored_form import follow_files
+from hpc_rl.training.models.wrappers import (
+    LANGUAGE,
+    OF_LANGUAGE,
+    is_cut,
+    language_class,
+    language_config,
+    wrapper_class,
+)
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 Model = TypeVar("Model")
-_LAYER = re.compile(r"model\.layers\.(\d+)\.")
-_MTP = re.compile(r"(^|\.)mtp[._]")
+_LAYER = re.compile(rf"({LANGUAGE}|model\.)layers\.(\d+)\.")
 _UNUSED = re.compile(
-    r"rotary_emb\.inv_freq$"
+    r"rotary_emb\.inv_freq$|(^|\.)mtp[._]"
     r"|(^|\.)(visual|vision_tower|vision_model|audio_tower|multi_modal_projector|embed_vision|embed_audio)\."
 )
 """Names of weights that a language model does not need."""
+_COMPUTED = re.compile(r"(inv_freq|position_ids|\.masked_bias)$")
+"""Names of buffers in files of older models, which are computed today."""
 
 
 @dataclass(frozen=True)
@@ -74,8 +83,9 @@ class Pretrained(Generic[Model]):
         """Load the whole module. Return also the names of the weights that were not found."""
         self._refuse_quantised()
         packed_attention.register()
+        auto, options = self._builder()
         hf, info = from_pretrained(
-            self._auto_class(),
+            auto,
             self.path,
             "model",
             self.key,
@@ -84,8 +94,10 @@ class Pretrained(Generic[Model]):
             attn_implementation=self._attention,
             output_loading_info=True,
             ignore_mismatched_sizes=True,  # refused below
-            **self.settings,
+            **options,
         )
+        hf.of_wrapper = "key_mapping" in options
+        self._follow_files(hf)
         missing = frozenset(info["missing_keys"])
         if self.new_head or not is_classifier(hf.config.architectures):  # wrap refuses a classifier
             self._refuse_other_weights(hf, info)
@@ -100,21 +112,35 @@ class Pretrained(Generic[Model]):
         Raises:
             UserError: there is no configuration of a model.
         """
-        from transformers import AutoConfig, GenerationConfig
+        from transformers import GenerationConfig
 
         self._refuse_quantised()
         packed_attention.register()
-        remote = {"trust_remote_code": self.trust_remote_code}
-        config = from_pretrained(AutoConfig, self.path, "model", self.key, **remote, **self.settings)
+        auto, options = self._builder()
         with parameters_on_meta(), _in_one_line("model", self.path, self.key):
-            hf: PreTrainedModel = self._auto_class().from_config(
-                config, dtype=self.dtype, attn_implementation=self._attention, **remote
+            hf: PreTrainedModel = auto.from_config(
+                options["config"],
+                dtype=self.dtype,
+                attn_implementation=self._attention,
+                trust_remote_code=self.trust_remote_code,
             )
         if hf.can_generate():
             with suppress(OSError):  # the model may have no such file; hf has the settings of its configuration
                 hf.generation_config = GenerationConfig.from_pretrained(self.path)
         hf.eval()  # as from_pretrained returns it
+        self._follow_files(hf)
         return hf
+
+    def _follow_files(self, hf: PreTrainedModel) -> None:
+        """Let a language model follow its files, and note on it the weights in them that it does not have: those of the
+        parts for images, or of layers that predict several tokens."""
+        hf.left_out = ()
+        if self.new_head:
+            return
+        with suppress(OSError, ValueError, KeyError):  # what reads the weights explains it
+            if names := stored_names(self.path):
+                own = follow_files(hf, names)
+                hf.left_out = tuple(name for name in names if name not in own and not _COMPUTED.search(name))
 
     def may_be_new(self, name: str) -> bool:
         """Return whether a weight may be missing."""
@@ -123,19 +149,13 @@ class Pretrained(Generic[Model]):
     def is_unused(self, name: str, hf: PreTrainedModel) -> bool:
         """Return whether a stored weight is known to have no use: a computed buffer of older models, a layer that
         predicts several tokens, the part of another kind of input, or the LM head if there is a new head."""
-        of_other_head = bool(self.new_head) and name.startswith("lm_head.")
-        return of_other_head or _UNUSED.search(name) is not None or _predicts_several(name, hf)
-
-    def ignored_note(self, hf: PreTrainedModel) -> str | None:
-        """Return a line about stored layers that predict several tokens; None without such layers."""
-        with suppress(OSError, ValueError):
-            names = [name for file in weight_files(self.path) or () for name in read_header(file)[0]]
-            if found := [name for name in names if _predicts_several(name, hf)]:
-                return (
-                    f"{self.key} {self.path}: layers that predict several tokens (MTP) are not trained: "
-                    f"{found[0]} ({counted(len(found), 'weight')} in all)"
-                )
-        return None
+        layer = _LAYER.match(name)
+        beyond = layer is not None and int(layer[2]) >= hf.config.get_text_config().num_hidden_layers
+        of_other_head = bool(self.new_head) and re.search(r"(^|\.)lm_head\.", name) is not None
+        of_wrapper = is_cut(hf) and re.match(rf"{LANGUAGE}|lm_head\.", name) is None
+        if getattr(hf, "of_wrapper", False):
+            of_wrapper = name.removeprefix("model.").split(".")[0] not in dict(hf.base_model.named_children())
+        return beyond or of_other_head or of_wrapper or _UNUSED.search(name) is not None
 
     def _refuse_quantised(self) -> None:
         if not Path(self.path).is_dir():
@@ -166,10 +186,18 @@ class Pretrained(Generic[Model]):
         """The name of the function that computes attention; None: transformers chooses."""
         return packed_attention.ATTENTION if self.packing else None
 
-    def _auto_class(self) -> Any:
+    def _builder(self) -> tuple[Any, dict[str, Any]]:
+        """Return the class that builds the module, and options of its `from_pretrained`."""
         import transformers
 
-        return getattr(transformers, self.auto)
+        auto, remote = getattr(transformers, self.auto), {"trust_remote_code": self.trust_remote_code}
+        config = from_pretrained(transformers.AutoConfig, self.path, "model", self.key, **remote, **self.settings)
+        wrapper = wrapper_class(config)
+        if wrapper is None:
+            return auto, {"config": config}
+        if self.new_head:
+            return auto, {"config": language_config(config, self.settings), "key_mapping": OF_LANGUAGE}
+        return language_class(wrapper), {"config": config}
 
 
 def from_pretrained(auto: Any, path: str, what: str, key: str = "model.path", **options: Any) -> Any:
@@ -203,38 +231,49 @@ def settings_of(path: str, key: str) -> dict[str, Any]:
         return dict(PretrainedConfig.get_config_dict(path)[0])
 
 
-def weight_files(path: str) -> list[Path] | None:
+def stored_names(path: str) -> list[str]:
+    """Return the names of the weights in the safetensors files of a model; empty if it has none.
+
+    Raises:
+        OSError, ValueError, KeyError: a file cannot be read.
+    """
+    from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
+
+    if (index := model_file(path, SAFE_WEIGHTS_INDEX_NAME)) is not None:
+        return list(json.loads(index.read_text())["weight_map"])
+    whole = model_file(path, SAFE_WEIGHTS_NAME)
+    return [] if whole is None else list(read_header(whole)[0])
+
+
+def weight_files(path: str, commit: str | None = None) -> list[Path] | None:
     """Return the safetensors files of a folder or of a model of the hub; None if it has none."""
     from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
-    whole = model_file(path, SAFE_WEIGHTS_NAME)
+    whole = model_file(path, SAFE_WEIGHTS_NAME, commit)
     if whole is not None:
         return [whole]
-    index = model_file(path, SAFE_WEIGHTS_INDEX_NAME)
+    index = model_file(path, SAFE_WEIGHTS_INDEX_NAME, commit)
     if index is None:
         return None
     names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
-    files = [model_file(path, name) for name in names]
+    files = [model_file(path, name, commit) for name in names]
     absent = [name for name, file in zip(names, files, strict=True) if file is None]
     if absent:
         raise FileNotFoundError(f"{index.name} names {absent[0]}, which does not exist")
     return [file for file in files if file is not None]
 
 
-def model_file(path: str, name: str) -> Path | None:
-    """Return a file of a folder, or of the hub's cache, into which it is downloaded; None if there is none."""
+def model_file(path: str, name: str, commit: str | None = None) -> Path | None:
+    """Return a file of a folder, or of the hub's cache, into which it is downloaded; None if there is none.
+
+    Args:
+        commit: of the model on the hub; None for the newest.
+    """
     from transformers.utils import cached_file
 
     quiet = {"_raise_exceptions_for_missing_entries": False, "_raise_exceptions_for_connection_errors": False}
-    found = cached_file(path, name, **quiet)
+    found = cached_file(path, name, revision=commit, **quiet)
     return None if found is None else Path(found)
-
-
-def _predicts_several(name: str, hf: PreTrainedModel) -> bool:
-    """Return whether a stored weight belongs to multi-token prediction: to a module for it, or to a further layer."""
-    layer = _LAYER.match(name)
-    beyond = layer is not None and int(layer[1]) >= hf.config.get_text_config().num_hidden_layers
-    return beyond or _MTP.search(name) is not None
 
 
 @contextmanager

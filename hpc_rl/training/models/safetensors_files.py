@@ -75,6 +75,11 @@ class Stored:
                 _fill(source.readinto, part.data, self.file)
                 yield start, torch.from_numpy(part).view(self.dtype).view(rows, *self.row_shape)
 
+    def whole(self) -> torch.Tensor:
+        """Return the tensor; the errors are those of `rows`."""
+        rows = [part.clone() for _, part in self.rows(0, self.shape[0] if self.shape else 1)]
+        return torch.cat(rows).view(self.shape)
+
 
 def contents(file: Path) -> dict[str, Stored]:
     """Return the tensors of a file by name.

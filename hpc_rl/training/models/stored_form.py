@@ -2,20 +2,69 @@
 
 When transformers 5 reads the files, it merges the experts of a layer into one tensor, and renames some weights. Engines
 expect the names of the files: `mlp.experts.3.gate_proj.weight` of Qwen3-MoE, `block_sparse_moe.experts.3.w1.weight` of
-Mixtral. transformers 4 has the experts as the files have them.
+Mixtral. transformers 4 has the experts as the files have them. Files of one type of models may have different names:
+those of a wrapper begin with `language_model.model.` or `model.language_model.`. Therefore, a module follows the files
+that it was loaded from.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from hpc_rl.training.models.loading import changes_weights
-
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
+
+
+def follow_files(hf: PreTrainedModel, names: Iterable[str]) -> dict[str, str]:
+    """Note on a module which conversions turn the weights of its files into its own, as transformers does when it loads
+    them; without it, transformers does not know which of several names the files have.
+
+    Args:
+        names: of the weights in the files.
+
+    Returns:
+        Name in the files -> name in the module, if the module has such a weight.
+    """
+    try:
+        from transformers.core_model_loading import WeightConverter, dot_natural_key, rename_source_key
+    except ImportError:  # transformers 4
+        return {name: name for name in names if name in hf.state_dict()}
+    state: dict[str, Any] = hf.state_dict()
+    every = _conversions(hf, add_legacy=True)
+    merging = [one for one in every if isinstance(one, WeightConverter)]
+    renaming = [one for one in every if not isinstance(one, WeightConverter)]
+    found = {}
+    for name in sorted(names, key=dot_natural_key):
+        own, _ = rename_source_key(name, renaming, merging, hf.base_model_prefix, state)
+        if own not in state and name in state:
+            own = name
+        if own in state:
+            found[name] = own
+    hf._weight_conversions = [one for one in every if one.was_used()]
+    return found
+
+
+def changes_weights(hf: PreTrainedModel) -> bool:
+    """Return whether transformers renames, merges or splits weights of such models when it reads and writes them."""
+    used = getattr(hf, "_weight_conversions", None)
+    return bool(_conversions(hf, add_legacy=False) if used is None else used)
+
+
+def only_renames(hf: PreTrainedModel) -> bool:
+    """Return whether each weight of a module is one tensor of its files, under a name that follow_files returns."""
+    used = getattr(hf, "_weight_conversions", None)
+    return not changes_weights(hf) if used is None else not any(hasattr(one, "operations") for one in used)
+
+
+def _conversions(hf: PreTrainedModel, add_legacy: bool) -> list[Any]:
+    try:
+        from transformers.conversion_mapping import get_model_conversion_mapping
+    except ImportError:  # transformers 4, which only renames
+        return list(getattr(hf, "_checkpoint_conversion_mapping", None) or ())
+    return list(get_model_conversion_mapping(hf, add_legacy=add_legacy))
 
 
 class StoredForm:
@@ -45,6 +94,8 @@ class StoredForm:
         try:
             from transformers.core_model_loading import revert_weight_conversion
         except ImportError:  # transformers 4, which only renames
+            revert_weight_conversion = None
+        if self._hf is None or revert_weight_conversion is None:
             yield name, weight
             return
         for stored, part in revert_weight_conversion(self._hf, {name: weight}).items():
@@ -52,16 +103,13 @@ class StoredForm:
 
 
 def _find_conversions_once(hf: PreTrainedModel) -> None:
-    """Keep on a module the conversions of its weights, as transformers does for models that it has loaded.
-
-    Otherwise, transformers would look through all modules again for each weight.
-    """
+    """Keep on a module the conversions of its weights. Otherwise, transformers would look through all modules again for
+    each weight."""
     try:
-        from transformers.conversion_mapping import get_model_conversion_mapping
         from transformers.core_model_loading import PrefixChange
     except ImportError:  # transformers 4
         return
     if getattr(hf, "_weight_conversions", None) is None:
-        found = get_model_conversion_mapping(hf, add_legacy=False)
-        # Changes of prefixes concern names that only a model that was loaded may have had (revert_weight_conversion).
+        # Changes of prefixes concern names that only files may have (revert_weight_conversion).
+        found = _conversions(hf, add_legacy=False)
         hf._weight_conversions = [one for one in found if not isinstance(one, PrefixChange)]
