@@ -27,7 +27,7 @@ _LIGER = (
     "qwen3",
     "smollm3",
 )
-"""model_type of the dense models for which Liger has all three kernels; `make test-liger` compares each of them."""
+"""model_type of the dense models for which Liger has all three kernels; `make test-triton` compares each of them."""
 MIXERS = {
     "bamba": "BambaMixer",
     "falcon_h1": "FalconH1Mixer",

@@ -37,9 +37,9 @@ def test_other_models_are_refused_without_the_library(tmp_path: Path) -> None:
 def kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[set[str]]:
     """Complete what the interpreter lacks: numbers with a fraction as arguments, and functions of CUDA's libdevice.
     Yield the names of the kernels that have run."""
-    pytest.importorskip("liger_kernel", reason="liger-kernel is not installed: make test-liger")
+    pytest.importorskip("liger_kernel", reason="liger-kernel is not installed: make test-triton")
     if os.environ.get("TRITON_INTERPRET") != "1":
-        pytest.skip("Triton compiles for GPUs: make test-liger")
+        pytest.skip("Triton compiles for GPUs: make test-triton")
     import triton.language as tl
     from liger_kernel.ops import rms_norm
     from triton.runtime import interpreter
