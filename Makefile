@@ -12,7 +12,7 @@
 # make test-vllm-api   vLLM's API in the oldest and newest wheel for GPUs that setup.cfg admits (downloads 700 MB; no GPU)
 # make test-sglang-api   SGLang's HTTP API in its newest wheel, which is downloaded (40 MB; no GPU)
 # make test-peft   exported adapters loaded by peft, which is downloaded for the test
-# make test-triton   Liger's kernels in Triton's interpreter, which are downloaded for the test
+# make test-triton   kernels of Liger and flash-linear-attention in Triton's interpreter, which are downloaded for the test
 # make bench   the measurements of docs/benchmarks.md
 # make bench-scale   the measurements of docs/scale.md, with stand-ins for many nodes
 # make test-gpu   every part of training, and every kind of job, once on the GPUs of this machine, in an environment of its own
@@ -112,10 +112,11 @@ test-torchao: .venv/test
 	$(BIN)/pip install --quiet --no-deps --upgrade --target build/torchao 'torchao>=0.18,<0.19'
 	PYTHONPATH=$(CURDIR)/build/torchao $(BIN)/python -m pytest tests/training/test_eight_bit.py tests/rl/runs/test_eight_bit.py
 
-# Liger's kernels are for GPUs. Triton's interpreter computes what they contain with numpy.
+# These kernels are for GPUs. Triton's interpreter computes what they contain with numpy.
 test-triton: .venv/test
-	$(BIN)/pip install --quiet --no-deps --upgrade --target build/liger 'liger-kernel>=0.8' triton
-	TRITON_INTERPRET=1 PYTHONPATH=build/liger $(BIN)/python -m pytest tests/training/models/test_liger.py
+	$(BIN)/pip install --quiet --no-deps --upgrade --target build/triton 'liger-kernel>=0.8' 'flash-linear-attention>=0.6' fla-core triton
+	TRITON_INTERPRET=1 PYTHONPATH=build/triton $(BIN)/python -m pytest tests/training/models/test_liger.py
+	TRITON_INTERPRET=1 PYTHONPATH=build/triton $(BIN)/python -m pytest tests/training/models/test_delta_kernels.py
 
 # It needs a driver and several gigabytes: pip's default builds of torch and vLLM are for CUDA. The results are printed, and
 # the exit code is not 0 if a check failed. GPUS=4 uses the first 4 of CUDA_VISIBLE_DEVICES, or of the machine. The doctor

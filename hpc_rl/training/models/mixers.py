@@ -1,12 +1,13 @@
 """Layers that mix tokens with a state, in packed rows: linear attention, state-space layers, short convolutions.
 
 A mixer computes one sample of the row after the other, so that its state never meets another sample. It runs as
-transformers runs it on a sample alone, with the kernels that are installed, and needs none that take boundaries. The
-rest of a layer computes the whole row.
+transformers runs it on a sample alone, with the kernels that are installed. If these kernels keep samples apart, which
+the first row of each mixer shows, it computes whole rows. The rest of a layer computes the whole row anyway.
 """
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping, Sequence
 from functools import cache, partial
 from typing import TYPE_CHECKING, Any
@@ -24,21 +25,58 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
 
 
+_SAME = {2: 0.05, 4: 0.005}
+"""Bytes of a number -> largest relative difference of a token that rounding in one mixer and its kernels explains."""
+
+
 class PerSample(nn.Module):
     """What makes a mixer compute each sample of a row by itself; the class of a mixer derives from it."""
 
     bounds: SampleBounds | None = None
     """Those of the row that its layer computes; None if that is a sample alone."""
+    whole_rows: bool | None = None
+    """Whether the kernels keep the samples of a row apart; None before the first row that has several."""
 
     @torch.compiler.disable  # the number of samples changes with each row
     def forward(self, *inputs: Any, **named: Any) -> Any:
+        """Call the mixer with the row if its kernels take boundaries, otherwise with one sample after the other."""
+        own = super().forward
+        named.pop("packed_bounds", None)
+        if self.bounds is None or len(self.bounds.lengths) == 1:
+            return own(*inputs, **named)
+        if self.whole_rows is None:
+            self.whole_rows = self._keeps_samples_apart(inputs, named)
+        if self.whole_rows:
+            return own(*inputs, **named | self._boundaries())
+        return self._sample_by_sample(inputs, named)
+
+    def _boundaries(self) -> dict[str, torch.Tensor]:
+        """Return the samples as the arguments that kernels of causal-conv1d and mamba-ssm (seq_idx, int32 [1, T]) and
+        of flash-linear-attention (cu_seqlens, int32 [samples + 1]) take, under the names of transformers."""
+        assert self.bounds is not None
+        both = {"seq_idx": self.bounds.sample_of_token[None], "cu_seq_lens_q": self.bounds.cu_seqlens}
+        takes = inspect.signature(super().forward).parameters
+        anything = any(parameter.kind is parameter.VAR_KEYWORD for parameter in takes.values())
+        return {name: tensor for name, tensor in both.items() if anything or name in takes}
+
+    @torch.no_grad()
+    def _keeps_samples_apart(self, inputs: tuple[Any, ...], named: dict[str, Any]) -> bool:
+        """Return whether boundaries make a row equal to its samples, and no boundaries make it differ clearly, so that
+        a leak would be seen. Code without kernels ignores the boundaries."""
+        assert self.bounds is not None
+        own, training, apart = super().forward, self.training, True
+        for self.training in (not training, training):  # each may have kernels of its own; parts keep their dropout
+            alone_TH = _output(self._sample_by_sample(inputs, named))
+            limit = _SAME[alone_TH.itemsize]
+            apart &= _difference(_output(own(*inputs, **named | self._boundaries())), alone_TH) <= limit
+            apart &= _difference(_output(own(*inputs, **named)), alone_TH) > 10 * limit
+        return apart
+
+    def _sample_by_sample(self, inputs: tuple[Any, ...], named: dict[str, Any]) -> Any:
         """Call the mixer with each sample's slice of everything that has tokens, and concatenate the results. A state
         at the end of a sample is left out."""
-        own = super().forward
-        if self.bounds is None:
-            return own(*inputs, **named)
-        named.pop("packed_bounds", None)
-        lengths, (values, layout) = self.bounds.lengths, tree_flatten((inputs, named))
+        assert self.bounds is not None
+        own, lengths, (values, layout) = super().forward, self.bounds.lengths, tree_flatten((inputs, named))
         have_tokens = [isinstance(x, torch.Tensor) and x.ndim > 1 for x in values]  # [T] are positions in a cache
         split = [x.split(lengths, 1) if has else [x] * len(lengths) for x, has in zip(values, have_tokens, strict=True)]
         samples = (tree_unflatten(list(parts), layout) for parts in zip(*split, strict=True))
@@ -46,6 +84,18 @@ class PerSample(nn.Module):
         if isinstance(found[0], tuple):
             return torch.cat([first for first, *_ in found], dim=1), *(None for _ in found[0][1:])
         return torch.cat(found, dim=1)
+
+
+def _output(result: Any) -> torch.Tensor:
+    """Return the hidden states, [T, H], of what a mixer returns."""
+    found_1TH: torch.Tensor = result[0] if isinstance(result, tuple) else result
+    return found_1TH[0]
+
+
+def _difference(ours_TH: torch.Tensor, theirs_TH: torch.Tensor) -> float:
+    """Return the relative difference of the token that differs most. NaN is never small."""
+    ours, theirs = ours_TH.float(), theirs_TH.float()
+    return float(((ours - theirs).norm(dim=1) / theirs.norm(dim=1).clamp_min(1e-30)).max())
 
 
 def mixers_of(module: nn.Module, config: PretrainedConfig) -> list[nn.Module]:

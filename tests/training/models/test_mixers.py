@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch.nn.functional import cross_entropy
+from torch.utils._pytree import tree_flatten, tree_unflatten
 from transformers import AutoModelForCausalLM
 
 from hpc_rl.config.training.common import ModelConfig, TrainingConfig
@@ -32,6 +34,7 @@ from tests.marks import long
 
 pytest.importorskip("transformers.models.olmo_hybrid", reason="older versions have fewer of these models")
 WORLD = World(0, 1, torch.device("cpu"))
+Results = tuple[torch.Tensor, dict[str, torch.Tensor]]
 LENGTHS = (7, 40, 13, 3, 21)
 MAMBA2 = {"mamba_n_heads": 8, "mamba_d_head": 16, "mamba_d_state": 8, "mamba_chunk_size": 8}
 DELTA = {
@@ -103,7 +106,7 @@ def samples() -> list[np.ndarray]:
     return np.split(ids, np.cumsum(LENGTHS)[:-1])
 
 
-def step(model: CausalLM) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+def step(model: CausalLM) -> Results:
     """The logits of all positions with a target, and the gradients of the mean loss."""
     batch = pack_samples(samples(), [np.arange(length) > 0 for length in LENGTHS])
     logits_NV = model(batch, lambda hidden_NH, weight_VH: hidden_NH @ weight_VH.T)
@@ -111,7 +114,7 @@ def step(model: CausalLM) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     return logits_NV.detach(), {name: p.grad for name, p in model.hf.named_parameters() if p.grad is not None}
 
 
-def step_alone(path: str) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+def step_alone(path: str) -> Results:
     """The same, of each sample alone in unchanged transformers."""
     hf = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).train()
     found = []
@@ -122,17 +125,19 @@ def step_alone(path: str) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     return torch.cat(found), {name: p.grad for name, p in hf.named_parameters() if p.grad is not None}
 
 
+def assert_equal(found: Results, expected: Results, tolerance: float = 1e-4) -> None:
+    assert torch.allclose(found[0], expected[0], atol=tolerance / 10, rtol=tolerance)
+    assert found[1].keys() == expected[1].keys()
+    for name, gradient in found[1].items():
+        scale = expected[1][name].abs().max().clamp_min(1e-4)
+        assert torch.allclose(gradient / scale, expected[1][name] / scale, atol=tolerance), name
+
+
 @pytest.mark.parametrize("recompute", [False, True])
 @pytest.mark.parametrize("kind", KINDS)
 def test_packed_rows_are_the_samples(tmp_path: Path, kind: str, recompute: bool) -> None:
     path = tiny(tmp_path, kind)
-    logits_NV, gradients = step(load(path, enable_gradient_checkpointing=recompute))
-    alone_NV, expected = step_alone(path)
-    assert torch.allclose(logits_NV, alone_NV, atol=1e-5, rtol=1e-4)
-    assert gradients.keys() == expected.keys()
-    for name, gradient in gradients.items():
-        scale = expected[name].abs().max().clamp_min(1e-4)
-        assert torch.allclose(gradient / scale, expected[name] / scale, atol=1e-4), name
+    assert_equal(step(load(path, enable_gradient_checkpointing=recompute)), step_alone(path))
 
 
 def test_each_kind_is_tried() -> None:
@@ -194,6 +199,64 @@ def test_kernels_receive_one_sample_at_a_time(tmp_path: Path, monkeypatch: pytes
     calls.clear()
     losses[0].backward()
     assert calls == [*LENGTHS, *LENGTHS]
+
+
+TAKE_BOUNDARIES = {
+    "causal_conv1d_fn": ("seq_idx", 2),
+    "mamba2_chunk_scan": ("seq_idx", 1),
+    "torch_chunk_gated_delta_rule": ("cu_seqlens", 1),
+}
+"""Functions of transformers that kernels may replace -> the argument with the samples, and the dimension of tokens."""
+
+
+def kernel(own: Callable[..., Any], name: str, calls: list[str], shift: int) -> Callable[..., Any]:
+    """A stand-in for a kernel that takes boundaries, which are all moved by some tokens."""
+    argument, dimension = TAKE_BOUNDARIES[name]
+
+    def computed(*inputs: Any, **named: Any) -> Any:
+        bounds = named.pop(argument, None)
+        named = {key: value for key, value in named.items() if key not in ("seq_idx", "cu_seq_lens_q")}
+        if bounds is None:
+            return own(*inputs, **named)
+        calls.append(name)
+        assert bounds.dtype == torch.int32
+        if argument == "cu_seqlens":
+            lengths = bounds.diff().tolist()
+        else:
+            assert bounds.shape[0] == 1
+            lengths = bounds[0].unique_consecutive(return_counts=True)[1].tolist()
+        if len(lengths) > 1:
+            lengths[:2] = [lengths[0] + shift, lengths[1] - shift]
+        values, layout = tree_flatten((inputs, named))
+        have = [isinstance(x, torch.Tensor) and x.ndim > 2 and x.shape[dimension] == sum(lengths) for x in values]
+        split = [
+            x.split(lengths, dimension) if has else [x] * len(lengths) for x, has in zip(values, have, strict=True)
+        ]
+        found = [own(*one, **more) for one, more in (tree_unflatten(list(x), layout) for x in zip(*split, strict=True))]
+        if isinstance(found[0], tuple):
+            return torch.cat([one[0] for one in found], dimension), None
+        return torch.cat(found, dimension)
+
+    return computed
+
+
+@pytest.mark.parametrize("shift", [0, 1])
+@pytest.mark.parametrize("kind", ["bamba", "lfm2", "olmo_hybrid", "qwen3_next"])
+def test_kernels_that_keep_samples_apart_compute_whole_rows(
+    tmp_path: Path, kind: str, shift: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Only if they do: kernels with other boundaries, and code that ignores them, get one sample at a time."""
+    path, calls = tiny(tmp_path, kind), list[str]()
+    source = sys.modules[type(load(path).hf).__module__]
+    names = [name for name in TAKE_BOUNDARIES if hasattr(source, name)]
+    for name in names:
+        monkeypatch.setattr(source, name, kernel(getattr(source, name), name, calls, shift))
+    model = load(path, enable_gradient_checkpointing=True)
+    mixers = [part for part in model.hf.modules() if isinstance(part, PerSample)]
+    assert {mixer.whole_rows for mixer in mixers} == {not shift}
+    calls.clear()
+    assert_equal(step(model), step_alone(path))
+    assert set(calls) == (set() if shift else set(names))
 
 
 def test_a_layer_without_the_samples_is_an_error(tmp_path: Path) -> None:

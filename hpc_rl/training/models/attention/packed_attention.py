@@ -13,6 +13,7 @@ from __future__ import annotations
 import importlib.util
 import inspect
 from dataclasses import replace
+from functools import cached_property
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -61,6 +62,12 @@ class SampleBounds:
         self.borders = torch.tensor([0, *accumulate(lengths)], device="cpu")
         """The numbers in `cu_seqlens`, in host memory."""
         self.longest = max(lengths)
+
+    @cached_property
+    def sample_of_token(self) -> torch.Tensor:
+        """The number of each token's sample in the row: int32, [T]."""
+        places_T = torch.arange(sum(self.lengths), device=self.cu_seqlens.device)
+        return torch.bucketize(places_T, self.cu_seqlens[1:], right=True, out_int32=True)
 
 
 class Attend(Protocol):
