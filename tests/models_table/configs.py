@@ -113,6 +113,10 @@ class Tiny:
     """Configurations of further parts of a wrapper: vision_config, audio_config."""
     outer: dict[str, Any] = field(default_factory=dict)
     """Settings of a wrapper itself."""
+    float32: tuple[str, ...] = ()
+    """Ends of the names of weights that the published files have in float32; the others are in bfloat16."""
+    unused: tuple[str, ...] = ()
+    """Names of weights in the published files that transformers' class does not have."""
 
     def settings(self) -> dict[str, Any]:
         """Return the contents of config.json, without the tokens that end texts."""
@@ -136,6 +140,8 @@ FAMILIES = {
         "Qwen3_5ForConditionalGeneration",
         {"vision_config": {"model_type": "qwen3_5", **QWEN35_VISION}},
         QWEN35_TOKENS,
+        ("linear_attn.A_log", "linear_attn.norm.weight"),
+        ("mtp.fc.weight", "mtp.norm.weight"),
     ),
     "qwen3.5-moe": Tiny(
         "qwen3_5_moe",
@@ -144,6 +150,8 @@ FAMILIES = {
         "Qwen3_5MoeForConditionalGeneration",
         {"vision_config": {"model_type": "qwen3_5_moe", **QWEN35_VISION}},
         QWEN35_TOKENS,
+        ("linear_attn.A_log", "linear_attn.norm.weight"),
+        ("mtp.fc.weight", "mtp.norm.weight"),
     ),
     "qwen3-next": Tiny(
         "qwen3_next",
@@ -194,6 +202,7 @@ FAMILIES = {
             **{"layer_norm_epsilon": 1e-5, "rms_norm_eps": None, "use_conv_bias": True, "use_bias": False},
         },
         "nemotron-3",
+        float32=("mixer.A_log", "mixer.D"),
     ),
     "falcon-h1": Tiny(
         "falcon_h1",
@@ -305,6 +314,7 @@ def make(folder: Path, family: str) -> Path:
     """Create the folder of a tiny model: config.json as published, weights, tokenizer and chat template."""
     import torch
     import transformers
+    from safetensors.torch import load_file, save_file
 
     own = FAMILIES[family]
     folder.mkdir(parents=True, exist_ok=True)
@@ -319,11 +329,22 @@ def make(folder: Path, family: str) -> Path:
     kind = getattr(transformers, own.architecture) if own.architecture else transformers.AutoModelForCausalLM
     state = torch.get_rng_state()
     torch.manual_seed(0)
-    model = (kind._from_config if own.architecture else kind.from_config)(config).to(torch.bfloat16)
+    model = (kind._from_config if own.architecture else kind.from_config)(config)
     torch.set_rng_state(state)
+    for name, weight in (*model.named_parameters(), *model.named_buffers()):
+        if weight.is_floating_point() and not name.endswith((*own.float32, "inv_freq")):
+            weight.data = weight.data.bfloat16()
     model.save_pretrained(folder)
+    if own.unused:
+        weights = load_file(folder / "model.safetensors")
+        weights |= dict.fromkeys(own.unused, torch.zeros(4, dtype=torch.bfloat16))
+        save_file(weights, folder / "model.safetensors", {"format": "pt"})
     stored = json.loads((folder / "config.json").read_text())
-    named = {"architectures": stored["architectures"], **settings, "transformers_version": stored["transformers_version"]}
+    named = {
+        "architectures": stored["architectures"],
+        **settings,
+        "transformers_version": stored["transformers_version"],
+    }
     (folder / "config.json").write_text(json.dumps(named, indent=2))
     tokenizer.save_pretrained(folder)
     return folder
