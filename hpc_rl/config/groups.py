@@ -48,11 +48,16 @@ def recipe_for(nodes: int) -> str | None:
 
 
 def path_of_choice(group: str, name: str) -> str | None:
-    """Return the key `path` of a file of a group, None if there is no such file or it has none."""
+    """Return the key `path` of a file of a group, None if there is no such file or it has none.
+
+    A file that sets options of other sections too (`# @package _global_`) has a section named like the group.
+    """
     if name not in choices(group):
         return None
-    found = _load(file_of(group, name)).get("path")
-    return found if isinstance(found, str) else None
+    found = _load(file_of(group, name))
+    section = found.get(group)
+    path = section.get("path") if isinstance(section, dict) else found.get("path")
+    return path if isinstance(path, str) else None
 
 
 def check_choices(overrides: Sequence[str], instead: dict[str, str]) -> None:

@@ -195,6 +195,20 @@ OLMO2 = (
 )  # fmt: skip
 PHI = tuple(f"<|{role}|>\n" for role in ("system", "user", "assistant"))
 PHI_TOKENS = "<|system|> <|user|> <|assistant|> <|end|> <|endoftext|>"
+SMOLLM3 = (
+    "<|im_start|>system\n{% if messages[0].role == 'system' %}{{ messages[0].content }}{% else %}You are helpful."
+    "{% endif %}<|im_end|>\n{% for m in messages %}{% if m.role == 'user' %}<|im_start|>user\n{{ m.content }}<|im_end|>\n"
+    "{% elif m.role == 'assistant' %}{% generation %}{{ '<|im_start|>assistant\n' + m.content.lstrip('\n') + '<|im_end|>\n' }}"
+    "{% endgeneration %}{% elif m.role == 'tool' %}<|im_start|>user\n{{ m.content }}<|im_end|>\n{% endif %}{% endfor %}"
+    + PROMPT + "<|im_start|>assistant\n{% endif %}"
+)  # fmt: skip
+OLMO3 = (
+    "{% if messages[0].role != 'system' %}<|im_start|>system\nYou are helpful. <functions></functions><|im_end|>\n"
+    "{% endif %}{% for m in messages %}{% if m.role == 'assistant' %}<|im_start|>assistant\n{{ m.content or '' }}"
+    "{% if loop.last %}{{ eos_token }}{% else %}<|im_end|>\n{% endif %}{% else %}<|im_start|>{{ m.role }}\n{{ m.content }}"
+    "{% if m.role == 'system' %} <functions></functions>{% endif %}<|im_end|>\n{% endif %}{% endfor %}"
+    + PROMPT + "<|im_start|>assistant\n{% endif %}"
+)  # fmt: skip
 SEED = tuple(f"<seed:bos>{role}\n" for role in ("system", "user", "assistant"))
 END_OF_TEXT = "{% if not add_generation_prompt %}{{ eos_token }}{% endif %}"
 
@@ -211,6 +225,12 @@ FAMILIES = {
     "qwen3.5": Family(
         chatml(LAST_USER, said=QWEN35_SAID).replace("assistant\n{% endif %}", "assistant\n<think>\n{% endif %}"),
         IM, "\n</think>\n\nA1<|im_end|>", "<|im_end|>", "<think> </think>", rewrites=True,
+    ),
+    "qwen3.5-small": Family(
+        chatml(LAST_USER, said=QWEN35_SAID).replace(
+            "assistant\n{% endif %}", "assistant\n<think>\n{% if not enable_thinking %}{{ '\\n</think>\\n\\n' }}{% endif %}{% endif %}"
+        ),
+        IM, "A1<|im_end|>", "<|im_end|>", "<think> </think>", rewrites=True,
     ),
     "llama2": Family(
         ALTERNATE + "{% for m in messages %}{% if m.role == 'user' %}{{ bos_token }}[INST] "
@@ -319,6 +339,8 @@ FAMILIES = {
         "A1<|assistant_end|>", "<|assistant_end|>", eos="</s>", bos="<s>",
     ),
     "olmo2": Family(OLMO2, "<|endoftext|>", "A1<|endoftext|>", "<|endoftext|>", bos="<|endoftext|>"),
+    "olmo3": Family(OLMO3, IM + " <|pad|>", "A1<|endoftext|>", "<|endoftext|>"),
+    "smollm3": Family(SMOLLM3, IM, "A1<|im_end|>", "<|im_end|>", "<think> </think>"),
     "granite3": Family(
         plain(*(f"<|start_of_role|>{role}<|end_of_role|>" for role in ("system", "user", "assistant")), "<|end_of_text|>",
               after="\n"), "<|start_of_role|> <|end_of_role|> <|end_of_text|>", "A1<|end_of_text|>", "<|end_of_text|>",

@@ -44,9 +44,22 @@ class _Generation(Extension):
         return [start, *body, end]
 
 
+@lru_cache(maxsize=16)
 def marks_generation(template: str) -> bool:
-    """Return whether a template itself marks the text that the assistant writes."""
-    return _GENERATION.search(template) is not None
+    """Return whether a template itself marks the text that the assistant writes.
+
+    The marks of some templates, such as that of SmolLM3, include the header of a turn, which the generation prompt
+    contains and a model never writes. They do not count.
+    """
+    if _GENERATION.search(template) is None:
+        return False
+    trial = [{"role": "user", "content": "Question?"}, {"role": "assistant", "content": "Answer."}]
+    try:
+        text, spans = render_marked(template, trial, "chat template")
+        prompt = render_plainly(template, trial[:1], "chat template", generation_prompt=True)
+    except UserError:
+        return True  # a template may refuse this conversation
+    return not (spans and text.startswith(prompt) and spans[0][0] < len(prompt))
 
 
 def with_variables(template: str, variables: Mapping[str, Any]) -> str:

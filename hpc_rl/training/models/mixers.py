@@ -110,8 +110,9 @@ def layers_of(config: PretrainedConfig) -> list[PretrainedConfig]:
 
 
 def head_size(layer: PretrainedConfig) -> int:
-    """Return the size of a layer's heads."""
-    return int(getattr(layer, "head_dim", None) or layer.hidden_size // layer.num_attention_heads)
+    """Return the size of a layer's heads; of the hidden states in a model without attention."""
+    heads = getattr(layer, "num_attention_heads", None) or 1
+    return int(getattr(layer, "head_dim", None) or layer.hidden_size // heads)
 
 
 def split_mixers(hf: PreTrainedModel) -> None:

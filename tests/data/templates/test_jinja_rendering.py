@@ -23,6 +23,7 @@ from hpc_rl.data.templates.jinja_rendering import (
 )
 from hpc_rl.errors import UserError
 from tests.data.conftest import CHATML, MARKED
+from tests.data.families import FAMILIES
 
 MESSAGES = [
     {"role": "user", "content": "a <b> é"},
@@ -117,7 +118,14 @@ def test_the_marked_text_is_found(tokenizer: PreTrainedTokenizerFast, name: str)
 
 
 @pytest.mark.parametrize(
-    ("template", "marks"), [(CHATML, False), (MARKED, True), ("{%-generation-%}{%-endgeneration-%}", True)]
+    ("template", "marks"),
+    [
+        (CHATML, False),
+        (MARKED, True),
+        ("{%-generation-%}{%-endgeneration-%}", True),
+        (MARKED + "{% if messages | length == 2 %}{{ raise_exception('no') }}{% endif %}", True),
+        (FAMILIES["smollm3"].template, False),  # its marks include the header of a turn
+    ],
 )
 def test_marks(template: str, marks: bool) -> None:
     assert marks_generation(template) is marks
