@@ -140,11 +140,18 @@ def result_of(logits_TV: torch.Tensor, ids_T: torch.Tensor, hf: torch.nn.Module)
     return logits_TV, loss, gradients
 
 
-def packed_results(model: causal_lm.CausalLM, samples: Sequence[torch.Tensor]) -> Iterator[Result]:
+def packed_logits(model: causal_lm.CausalLM, samples: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+    """The logits of each sample, [T, V], as the chunks of the loss compute them."""
     ids = [sample.numpy() for sample in samples]
     row = pack_samples(ids, [np.arange(len(one)) > 0 for one in ids])
-    logits = model.hidden(row) @ model.hf.get_output_embeddings().weight.T
-    for logits_TV, ids_T in zip(logits.split(row.lengths), samples, strict=True):
+    logits = causal_lm.logit_factor_of(model.hf) * model.hidden(row) @ model.hf.get_output_embeddings().weight.T
+    if model.softcap is not None:
+        logits = model.softcap * torch.tanh(logits / model.softcap)
+    return logits.split(row.lengths)
+
+
+def packed_results(model: causal_lm.CausalLM, samples: Sequence[torch.Tensor]) -> Iterator[Result]:
+    for logits_TV, ids_T in zip(packed_logits(model, samples), samples, strict=True):
         yield result_of(logits_TV, ids_T, model.hf)
 
 

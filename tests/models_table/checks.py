@@ -1,0 +1,299 @@
+"""One check per column of the table: a function that returns a note, or raises the reason why not.
+
+The product's own functions load, train, resume and export. What they compute is compared with transformers.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedModel
+
+from hpc_rl.config.training.common import ModelConfig, TrainingConfig
+from hpc_rl.errors import UserError
+from hpc_rl.finetune import trainer
+from hpc_rl.finetune.train import parse
+from hpc_rl.training.models.causal_lm import CausalLM, causal_lm
+from hpc_rl.training.models.loading import load_sharded
+from tests.finetune.jobs import ALONE, arguments, run_several, series
+from tests.finetune.test_preferences import logprobs
+from tests.helpers import write_chats
+from tests.models_table.cells import Cell
+from tests.models_table.families import make_model
+from tests.models_table.planned import compare_with_plan
+from tests.rl.runs.jobs import Runs
+from tests.rl.runs.jobs import series as ppo_series
+from tests.training.models.attention.test_samples_alone import differences, packed_logits, samples_of
+
+ROWS = ([7, 40, 90, 3, 21], [5, 9, 11, 2, 1])
+"""Lengths of the samples in a row: with windows of 6 and original lengths of 64, and short ones."""
+STEPS = 3
+ERRORS = (UserError, RuntimeError, ValueError, TypeError, AttributeError, LookupError, AssertionError, ImportError)
+ERRORS = (*ERRORS, NotImplementedError, OSError)
+
+
+class OtherResultError(Exception):
+    """A result that is not the expected one; the message is the reason in the cell."""
+
+
+class NotTriedError(Exception):
+    """A check that cannot run."""
+
+
+class Trained(NamedTuple):
+    """A finished run in this process."""
+
+    losses: list[float]
+    expected: float
+    """The loss of the first step, sample by sample in transformers."""
+    model: CausalLM
+    folder: Path
+
+
+@dataclass
+class Row:
+    """A family that is tried. What several columns need is made once."""
+
+    kind: str
+    folder: Path
+    runs: Runs | None = None
+    """Reinforcement learning on a Ray that is there; None: not tried."""
+    with_engines: bool = False
+    """Whether vLLM is tried."""
+    problems: dict[str, str] = field(default_factory=dict)
+
+    @cached_property
+    def path(self) -> Path:
+        return make_model(self.folder / "model", self.kind)
+
+    @cached_property
+    def trained(self) -> Trained:
+        """A run of SFT, whose steps all have the same samples."""
+        return train(self, "sft", [f"data.train_files={write_chats(self.folder / 'chats.jsonl', 8)}"])
+
+    def options(self) -> list[str]:
+        """Return the options of a run that trains on 8 rows in each step, and exports."""
+        return [
+            *(f"model.path={self.path}", "trainer.device=cpu", f"trainer.total_epochs={STEPS}"),
+            *("data.train_batch_size=8", "data.max_length=256", "trainer.micro_tokens=1024", "trainer.logger=[]"),
+            *("optim.lr=2e-3", "optim.lr_scheduler=constant", "optim.warmup_ratio=0", "optim.weight_decay=0"),
+        ]
+
+
+def train(row: Row, kind: str, options: list[str]) -> Trained:
+    """Run training in this process, from loading to the exported model."""
+    folder = row.folder / "-".join([kind, str(len(list(row.folder.iterdir())))])
+    config, run = parse(["--kind", kind, *arguments(row.options(), folder, *options)])
+    state = trainer.load(config, run, ALONE)
+    expected = 0.0 if kind != "sft" else plain_loss(transformers_own(row.path), state.data.items)
+    with state.tracker, state.saver:
+        if trainer.loop(state) != 0:
+            raise OtherResultError("the run did not finish")
+    assert isinstance(state.model, CausalLM)
+    return Trained(series(folder, "train/loss"), expected, state.model.eval(), folder)
+
+
+def transformers_own(path: Path, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
+    """Load a model as a user of transformers does."""
+    options: dict[str, Any] = {"dtype": dtype, "attn_implementation": "eager", "output_loading_info": True}
+    try:
+        found, info = AutoModelForCausalLM.from_pretrained(path, **options)
+    except ValueError:  # no class for text only
+        found, info = AutoModelForImageTextToText.from_pretrained(path, **options)
+    if info["missing_keys"] or info["mismatched_keys"]:
+        raise OtherResultError("transformers finds no values for some weights")
+    return found.eval()
+
+
+@torch.no_grad()
+def plain_loss(model: Any, samples: Any) -> float:
+    """Return the mean loss of the targets, of each sample alone."""
+    found = [logprobs(model, sample) for sample in samples]
+    return float(-sum(total for total, _ in found) / sum(count for _, count in found))
+
+
+@torch.no_grad()
+def refuse_other_logits(ours: CausalLM, theirs: Any, limit: float, what: str) -> None:
+    """Raise OtherResultError if logits of packed rows are not those of transformers."""
+    samples = samples_of(ROWS[0])
+    for ids_T, own_TV in zip(samples, packed_logits(ours, samples), strict=True):
+        alone_TV = theirs(input_ids=ids_T[None], use_cache=False).logits[0]
+        if not torch.allclose(own_TV, alone_TV, atol=limit * float(alone_TV.abs().max()), rtol=0):
+            raise OtherResultError(what)
+
+
+def check_load(row: Row) -> str:
+    """Load the model with the check of packed rows that every job makes."""
+    load_sharded(causal_lm(ModelConfig(path=str(row.path), dtype="float32")), ALONE, TrainingConfig())
+    return ""
+
+
+def check_packed(row: Row) -> str:
+    """Compare logits, loss and gradient of each sample of a row with those that it has alone."""
+    model = load_sharded(causal_lm(ModelConfig(path=str(row.path), dtype="float32")), ALONE, TrainingConfig())
+    model.hf.eval()  # some routers draw experts in training mode
+    plain = transformers_own(row.path)
+    for lengths in ROWS:
+        if max(differences(model, plain, lengths)) > 1e-4:
+            raise OtherResultError("a sample in a row is not what it is alone")
+    return ""
+
+
+def check_sft(row: Row) -> str:
+    """Train; the first loss is that of transformers."""
+    losses, expected, *_ = row.trained
+    _refuse_rising(losses)
+    if not math.isclose(losses[0], expected, rel_tol=1e-4):
+        raise OtherResultError("the first loss is not that of transformers")
+    return ""
+
+
+def check_dpo(row: Row) -> str:
+    """Train on pairs; the first loss is that of a policy which is its reference."""
+    pairs = [
+        {"prompt": f"What is {n} plus {n}?", "chosen": f"It is {2 * n}. " + "Yes. " * (n % 4), "rejected": "No idea."}
+        for n in range(8)
+    ]
+    file = row.folder / "pairs.jsonl"
+    file.write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
+    losses, *_ = train(row, "dpo", [f"data.train_files={file}", "trainer.export=false"])
+    if not math.isclose(losses[0], math.log(2), rel_tol=1e-4):
+        raise OtherResultError("the first loss is not log 2")
+    _refuse_rising(losses)
+    return ""
+
+
+def check_grpo(row: Row) -> str:
+    """Make two steps with the engine `hf`; engine and trainer have the same probabilities."""
+    if row.runs is None:
+        raise NotTriedError("no Ray")
+    run_dir = row.folder / "grpo"
+    options = ("algorithm.advantage=grpo", f"model.path={row.path}", "rollout.calculate_log_probs=true")
+    if row.runs(run_dir, *options) != 0:
+        raise OtherResultError("the run did not finish")
+    if max(ppo_series(run_dir, "training/rollout_probs_diff_max")) > 1e-4:
+        raise OtherResultError("engine and trainer have other probabilities")
+    if not all(norm > 0 for norm in ppo_series(run_dir, "actor/grad_norm")):
+        raise OtherResultError("no gradient")
+    return ""
+
+
+def check_lora(row: Row) -> str:
+    """Train adapters on all linear layers; the exported model has them merged."""
+    chats = write_chats(row.folder / "chats.jsonl", 8)
+    options = [f"data.train_files={chats}", "model.lora.rank=4", "model.lora.target_modules=[all-linear]"]
+    losses, expected, model, folder = train(row, "sft", [*options[:2], "optim.lr=2e-2"])
+    if not math.isclose(losses[0], expected, rel_tol=1e-4):
+        raise OtherResultError("the first loss is not that of transformers")
+    _refuse_rising(losses)
+    refuse_other_logits(model, transformers_own(folder / "model"), 1e-4, "the exported model has other logits")
+    return ""
+
+
+def check_resume(row: Row) -> str:
+    """Two ranks stop after the first step; two others resume. One rank has trained without a stop."""
+    options = [*row.options(), f"data.train_files={row.folder / 'chats.jsonl'}", "trainer.export=false"]
+    expected = row.trained.losses
+    run_dir = row.folder / "resumed"
+    results = run_several(
+        [(options, run_dir, ["trainer.total_training_steps=1"]), (options, run_dir, [])], ranks=2, timeout=120
+    )
+    for code, out, errors in results:
+        if code != 0 or "exit codes 0 0" not in out:
+            raise OtherResultError((errors.strip() or out).splitlines()[-1])
+    if "resuming after step 1" not in results[0][1]:
+        raise OtherResultError("the second run began anew")
+    if not np.allclose(series(run_dir, "train/loss"), expected, rtol=1e-3):
+        raise OtherResultError("the losses are not those of a run without a stop")
+    return ""
+
+
+def check_export(row: Row) -> str:
+    """Load the exported model with transformers; its logits are those of the trained one."""
+    trained = row.trained
+    refuse_other_logits(
+        trained.model, transformers_own(trained.folder / "model"), 1e-5, "the exported model has other logits"
+    )
+    kind = AutoConfig.from_pretrained(trained.folder / "model").model_type
+    return "" if kind == row.kind else f"as {kind}"
+
+
+def check_vllm(row: Row) -> str:
+    """Load the exported model with vLLM, then send it other weights; its log-probabilities are those of transformers."""
+    from tests.models_table.engines import compare_with_vllm
+
+    return compare_with_vllm(row.trained.folder / "model", row.path, row.folder)
+
+
+def check_plan(row: Row) -> str:
+    """Compare the plan with the model."""
+    return compare_with_plan(row.path)
+
+
+class Column(NamedTuple):
+    """A column of the table."""
+
+    title: str
+    check: Callable[[Row], str]
+    needs: tuple[str, ...] = ()
+    """Columns without which it is not tried."""
+
+
+COLUMNS = {
+    "load": Column("load", check_load),
+    "packed": Column("packed = alone", check_packed, ("load",)),
+    "sft": Column("SFT", check_sft, ("load",)),
+    "dpo": Column("DPO", check_dpo, ("load",)),
+    "grpo": Column("GRPO (`hf`)", check_grpo, ("load",)),
+    "lora": Column("LoRA", check_lora, ("load",)),
+    "resume": Column("resume", check_resume, ("load", "sft")),
+    "export": Column("export", check_export, ("load", "sft")),
+    "vllm": Column("vLLM", check_vllm, ("load", "sft")),
+    "plan": Column("plan", check_plan),
+}
+
+
+def cells_of(row: Row) -> Iterator[tuple[str, Cell]]:
+    """Try a family; yield each column with its cell."""
+    found: dict[str, Cell] = {}
+    for name, column in COLUMNS.items():
+        if name == "vllm" and not row.with_engines:
+            continue
+        found[name] = _cell(row, column, found)
+        yield name, found[name]
+
+
+def _cell(row: Row, column: Column, found: dict[str, Cell]) -> Cell:
+    if failed := [COLUMNS[need].title for need in column.needs if found[need].verdict != "yes"]:
+        return Cell("not tried", f"needs {failed[0]}")
+    try:
+        return Cell("yes", column.check(row))
+    except NotTriedError as error:
+        return Cell("not tried", str(error))
+    except OtherResultError as error:
+        return Cell("no", str(error))
+    except ERRORS as error:
+        return Cell("no", reason_of(error, row))
+
+
+def reason_of(error: Exception, row: Row) -> str:
+    """Return the reason in an error, without what depends on this run: folders and measured differences."""
+    text = re.sub(r"\S*" + re.escape(str(row.folder)) + r"\S*:? ?", "", str(error).strip().splitlines()[0])
+    text = re.sub(r" \((relative differences|in all): [^)]*\)", "", text)
+    return text if isinstance(error, UserError) else f"{type(error).__name__}: {text}"
+
+
+def _refuse_rising(losses: list[float]) -> None:
+    if not all(math.isfinite(loss) for loss in losses) or losses[-1] >= losses[0]:
+        raise OtherResultError("the loss does not fall")
+
+
