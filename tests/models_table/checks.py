@@ -8,10 +8,13 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack, closing
+from dataclasses import dataclass
 from functools import cached_property
+from importlib.util import find_spec
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -22,15 +25,17 @@ from hpc_rl.config.training.common import ModelConfig, TrainingConfig
 from hpc_rl.errors import UserError
 from hpc_rl.finetune import trainer
 from hpc_rl.finetune.train import parse
+from hpc_rl.rl.actors.process import quiet_libraries
 from hpc_rl.training.models.causal_lm import CausalLM, causal_lm
 from hpc_rl.training.models.loading import load_sharded
 from tests.finetune.jobs import ALONE, arguments, run_several, series
 from tests.finetune.test_preferences import logprobs
 from tests.helpers import write_chats
 from tests.models_table.cells import Cell
+from tests.models_table.engines import Engines, engine_reason
 from tests.models_table.families import make_model
-from tests.models_table.planned import compare_with_plan
-from tests.rl.runs.jobs import Runs
+from tests.models_table.planned import TOLERANCE, compared_with_plan
+from tests.rl.runs.jobs import Hosts, Runs, options_of_runs, ray_of_runs
 from tests.rl.runs.jobs import series as ppo_series
 from tests.training.models.attention.test_samples_alone import differences, packed_logits, samples_of
 
@@ -59,17 +64,37 @@ class Trained(NamedTuple):
     folder: Path
 
 
+class Tools:
+    """What the rows of a process share. Each tool is started when it is needed."""
+
+    def __init__(self) -> None:
+        self._stack = ExitStack()
+
+    def close(self) -> None:
+        """End everything that was started."""
+        self._stack.close()
+
+    @cached_property
+    def runs(self) -> Runs:
+        """Reinforcement learning on a Ray."""
+        self._stack.enter_context(ray_of_runs())
+        quiet_libraries()
+        folder = self._stack.enter_context(TemporaryDirectory(prefix="ppo-"))
+        return Runs(options_of_runs(Path(folder)), Hosts())
+
+    @cached_property
+    def engines(self) -> Engines:
+        """Processes with vLLM."""
+        return self._stack.enter_context(closing(Engines()))
+
+
 @dataclass
 class Row:
     """A family that is tried. What several columns need is made once."""
 
     kind: str
     folder: Path
-    runs: Runs | None = None
-    """Reinforcement learning on a Ray that is there; None: not tried."""
-    with_engines: bool = False
-    """Whether vLLM is tried."""
-    problems: dict[str, str] = field(default_factory=dict)
+    tools: Tools
 
     @cached_property
     def path(self) -> Path:
@@ -174,11 +199,9 @@ def check_dpo(row: Row) -> str:
 
 def check_grpo(row: Row) -> str:
     """Make two steps with the engine `hf`; engine and trainer have the same probabilities."""
-    if row.runs is None:
-        raise NotTriedError("no Ray")
     run_dir = row.folder / "grpo"
     options = ("algorithm.advantage=grpo", f"model.path={row.path}", "rollout.calculate_log_probs=true")
-    if row.runs(run_dir, *options) != 0:
+    if row.tools.runs(run_dir, *options) != 0:
         raise OtherResultError("the run did not finish")
     if max(ppo_series(run_dir, "training/rollout_probs_diff_max")) > 1e-4:
         raise OtherResultError("engine and trainer have other probabilities")
@@ -190,8 +213,8 @@ def check_grpo(row: Row) -> str:
 def check_lora(row: Row) -> str:
     """Train adapters on all linear layers; the exported model has them merged."""
     chats = write_chats(row.folder / "chats.jsonl", 8)
-    options = [f"data.train_files={chats}", "model.lora.rank=4", "model.lora.target_modules=[all-linear]"]
-    losses, expected, model, folder = train(row, "sft", [*options[:2], "optim.lr=2e-2"])
+    options = [f"data.train_files={chats}", "model.lora={rank: 4, target_modules: all-linear}", "optim.lr=2e-2"]
+    losses, expected, model, folder = train(row, "sft", options)
     if not math.isclose(losses[0], expected, rel_tol=1e-4):
         raise OtherResultError("the first loss is not that of transformers")
     _refuse_rising(losses)
@@ -228,15 +251,27 @@ def check_export(row: Row) -> str:
 
 
 def check_vllm(row: Row) -> str:
-    """Load the exported model with vLLM, then send it other weights; its log-probabilities are those of transformers."""
-    from tests.models_table.engines import compare_with_vllm
-
-    return compare_with_vllm(row.trained.folder / "model", row.path, row.folder)
+    """Load the exported model with vLLM, then send it other weights; compare log-probabilities with transformers."""
+    if find_spec("vllm") is None:
+        raise NotTriedError("vLLM is not installed")
+    found = row.tools.engines.try_model(row.trained.folder / "model", row.path, row.folder)
+    if "error" in found:
+        raise OtherResultError(engine_reason(found))
+    if found["change"] < 1e-2:
+        raise OtherResultError("training changed too little")
+    if found["exported"] > 1e-3:
+        raise OtherResultError("other log-probabilities of the exported model")
+    if found["sent"] > 1e-3:
+        raise OtherResultError("other log-probabilities after new weights")
+    return ""
 
 
 def check_plan(row: Row) -> str:
-    """Compare the plan with the model."""
-    return compare_with_plan(row.path)
+    """Compare the planned memory of a GPU with what a simulated one traces, in a step of SFT."""
+    for what, (planned, traced) in compared_with_plan(row.kind).items():
+        if not math.isclose(planned, traced, rel_tol=TOLERANCE):
+            raise OtherResultError(f"{what}: too {'little' if planned < traced else 'much'} memory")
+    return ""
 
 
 class Column(NamedTuple):
@@ -262,18 +297,22 @@ COLUMNS = {
 }
 
 
-def cells_of(row: Row) -> Iterator[tuple[str, Cell]]:
-    """Try a family; yield each column with its cell."""
+def cells_of(row: Row, columns: Sequence[str], known: Mapping[str, Cell]) -> dict[str, Cell]:
+    """Try a family.
+
+    Args:
+        columns: those that are tried.
+        known: cells of other columns, which columns may need.
+    """
     found: dict[str, Cell] = {}
     for name, column in COLUMNS.items():
-        if name == "vllm" and not row.with_engines:
-            continue
-        found[name] = _cell(row, column, found)
-        yield name, found[name]
+        if name in columns:
+            found[name] = _cell(row, column, {**known, **found})
+    return found
 
 
-def _cell(row: Row, column: Column, found: dict[str, Cell]) -> Cell:
-    if failed := [COLUMNS[need].title for need in column.needs if found[need].verdict != "yes"]:
+def _cell(row: Row, column: Column, known: Mapping[str, Cell]) -> Cell:
+    if failed := [COLUMNS[need].title for need in column.needs if known[need].verdict != "yes"]:
         return Cell("not tried", f"needs {failed[0]}")
     try:
         return Cell("yes", column.check(row))
@@ -295,5 +334,3 @@ def reason_of(error: Exception, row: Row) -> str:
 def _refuse_rising(losses: list[float]) -> None:
     if not all(math.isfinite(loss) for loss in losses) or losses[-1] >= losses[0]:
         raise OtherResultError("the loss does not fall")
-
-

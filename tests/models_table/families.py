@@ -47,7 +47,12 @@ VISION_OF_QWEN = {
     **{"depth": 1, "hidden_size": 32, "intermediate_size": 64, "num_heads": 2, "patch_size": 14},
     **{"out_hidden_size": 128, "num_position_embeddings": 16, "deepstack_visual_indexes": []},
 }
-IMAGES_OF_QWEN = {"image_token_id": 300, "video_token_id": 301, "vision_start_token_id": 302, "vision_end_token_id": 303}
+IMAGES_OF_QWEN = {
+    "image_token_id": 300,
+    "video_token_id": 301,
+    "vision_start_token_id": 302,
+    "vision_end_token_id": 303,
+}
 
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {
