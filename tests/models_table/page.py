@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from pathlib import Path
 
-from tests.models_table.cells import Cell, Table
+from tests.models_table.cells import Cell, Table, read_versions
 from tests.models_table.checks import COLUMNS
 
 PAGE = Path(__file__).parents[2] / "docs" / "models.md"
@@ -20,9 +20,10 @@ def rendered(table: Table) -> str:
     rows = [head, ["---"] * len(head)]
     for kind, cells in table.items():
         rows.append([f"`{kind}`", *(_shown(cells.get(name, Cell("not tried")), numbers) for name in COLUMNS)])
+    versions = ", ".join(f"{name} {found}" for name, found in read_versions().items())
     lines = ["| " + " | ".join(row) + " |" for row in rows]
     notes = [f"{number}. {note}" for note, number in numbers.items()]
-    return "\n".join([*lines, "", *notes, ""])
+    return "\n".join([*lines, "", f"Made with {versions}.", "", *notes, ""])
 
 
 def _shown(cell: Cell, numbers: dict[str, int]) -> str:
