@@ -32,8 +32,7 @@ LATENT |= {"num_key_value_heads": 4, "head_dim": 8}
 EXPERTS = {"moe_intermediate_size": 16, "num_experts_per_tok": 2}
 LAYERS = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 6}
 UNCAPPED = {"final_logit_softcapping": None}
-FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
-    "llama": ("llama", {}),
+FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {  # and those of tests/models_table
     "llama, dynamic": ("llama", DYNAMIC),
     "llama, longrope": ("llama", {"rope_parameters": LONGROPE}),
     "llama, yarn": ("llama", {"rope_parameters": YARN}),
@@ -46,15 +45,12 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             }
         },
     ),
-    "qwen2": ("qwen2", {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1}),
-    "qwen3": ("qwen3", {}),
     "qwen3, dynamic": ("qwen3", DYNAMIC),
     "phi3": ("phi3", {"rope_parameters": LONGROPE, **POSITIONS, "bos_token_id": 1, "sliding_window": 20}),
     "phimoe": (
         "phimoe",
         {"rope_parameters": {**LONGROPE, "short_mscale": 1.1, "long_mscale": 1.3}, "num_local_experts": 4},
     ),
-    "gemma2": ("gemma2", {**UNCAPPED, "sliding_window": 6}),
     "gemma3_text": (
         "gemma3_text",
         {
@@ -74,31 +70,12 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             },
         },
     ),
-    "gemma3n_text": (
-        "gemma3n_text",
-        {
-            **{"layer_types": LAYERS["layer_types"] * 2, "sliding_window": 6, "layers": 4},
-            "final_logit_softcapping": 1e4,  # it may not be None
-            **{"num_kv_shared_layers": 2, "activation_sparsity_pattern": [0.0] * 4, "laurel_rank": 4},
-            **{"vocab_size_per_layer_input": 320, "hidden_size_per_layer_input": 8},
-        },
-    ),
     "gemma4_unified_text": ("gemma4_unified_text", {**UNCAPPED, **LAYERS, "global_head_dim": 8}),
-    "mistral": ("mistral", {"sliding_window": 6}),
-    "nanochat": ("nanochat", UNCAPPED),
     "vaultgemma": ("vaultgemma", {**UNCAPPED, **LAYERS}),
     "ministral": ("ministral", LAYERS),
     "ministral3": (
         "ministral3",
         {"rope_parameters": {**YARN, "llama_4_scaling_beta": 0.5}},
-    ),
-    "olmo2": ("olmo2", {}),
-    "olmo3": ("olmo3", LAYERS),
-    "qwen3_moe": ("qwen3_moe", {"num_experts": 5, **EXPERTS}),
-    "gpt_oss": ("gpt_oss", {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 6}),
-    "deepseek_v3": (
-        "deepseek_v3",
-        {**LATENT, **EXPERTS, "n_routed_experts": 4, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1},
     ),
 }
 OF_LENGTH = [name for name in FAMILIES if "dynamic" in name or "longrope" in name or "phi" in name]
