@@ -334,10 +334,12 @@ def _cell(row: Row, column: Column, known: Mapping[str, Cell]) -> Cell:
 
 
 def reason_of(error: Exception, row: Row) -> str:
-    """Return the reason in an error, without what depends on this run: folders and measured differences."""
+    """Return the reason in an error in a few words, without what depends on this run: folders and numbers."""
     text = re.sub(r"\S*" + re.escape(str(row.folder)) + r"\S*:? ?", "", str(error).strip().splitlines()[0])
     text = re.sub(r" \((relative differences|in all): [^)]*\)", "", text)
-    return text if isinstance(error, UserError) else f"{type(error).__name__}: {text}"
+    if isinstance(error, UserError):
+        return re.sub(r".*models of type \S+ ", "", text).partition(": ")[0]
+    return f"{type(error).__name__}: {text.partition('. ')[0]}"
 
 
 def _refuse_rising(losses: list[float]) -> None:
