@@ -42,7 +42,7 @@ def main() -> None:
         from tests.models_table.families import FAMILIES
 
         table, started = read_cells(), time.monotonic()
-        context = multiprocessing.get_context("spawn")
+        context = multiprocessing.get_context("fork")  # after the imports, which take long
         with ProcessPoolExecutor(given.processes, context) as pool:
             tried = [pool.submit(try_family, kind, given.columns) for kind in given.families or FAMILIES]
             for future in as_completed(tried):
