@@ -37,7 +37,7 @@ def main() -> None:
     parser.add_argument("--only-page", action="store_true")
     given = parser.parse_args()
     if not given.only_page:
-        os.environ |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "RAY_AUTH_MODE": "disabled"}
+        os.environ |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
         from tests.models_table.checks import COLUMNS
         from tests.models_table.families import FAMILIES
 
@@ -65,9 +65,11 @@ def try_family(kind: str, columns: Sequence[str] | None) -> tuple[str, dict[str,
     """Return the cells of a family and the seconds that they took. Called in a process that is kept for the next."""
     import torch
 
+    from hpc_rl.rl.actors.process import quiet_libraries
     from tests.models_table.checks import COLUMNS, Row, cells_of
 
     torch.set_num_threads(1)
+    quiet_libraries()
     started = time.monotonic()
     with tempfile.TemporaryDirectory(prefix=f"{kind}-") as folder, Path(os.devnull).open("w") as nothing:
         row = Row(kind, Path(folder), _tools())

@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from functools import cached_property
 from importlib.util import find_spec
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -25,7 +24,6 @@ from hpc_rl.config.training.common import ModelConfig, TrainingConfig
 from hpc_rl.errors import UserError
 from hpc_rl.finetune import trainer
 from hpc_rl.finetune.train import parse
-from hpc_rl.rl.actors.process import quiet_libraries
 from hpc_rl.training.models.causal_lm import CausalLM, causal_lm
 from hpc_rl.training.models.loading import load_sharded
 from tests.finetune.jobs import ALONE, arguments, run_several, series
@@ -35,8 +33,7 @@ from tests.models_table.cells import Cell
 from tests.models_table.engines import Engines, engine_reason
 from tests.models_table.families import make_model
 from tests.models_table.planned import TOLERANCE, compared_with_plan
-from tests.rl.runs.jobs import Hosts, Runs, options_of_runs, ray_of_runs
-from tests.rl.runs.jobs import series as ppo_series
+from tests.models_table.policy import grpo_steps
 from tests.training.models.attention.test_samples_alone import differences, packed_logits, samples_of
 
 ROWS = ([7, 40, 90, 3, 21], [5, 9, 11, 2, 1])
@@ -75,14 +72,6 @@ class Tools:
     def close(self) -> None:
         """End everything that was started."""
         self._stack.close()
-
-    @cached_property
-    def runs(self) -> Runs:
-        """Reinforcement learning on a Ray."""
-        self._stack.enter_context(ray_of_runs())
-        quiet_libraries()
-        folder = self._stack.enter_context(TemporaryDirectory(prefix="ppo-"))
-        return Runs(options_of_runs(Path(folder)), Hosts())
 
     @cached_property
     def engines(self) -> Engines:
@@ -203,14 +192,11 @@ def check_dpo(row: Row) -> str:
 
 def check_grpo(row: Row) -> str:
     """Make two steps with the engine `hf`; engine and trainer have the same probabilities."""
-    run_dir = row.folder / "grpo"
-    options = ("algorithm.advantage=grpo", f"model.path={row.path}", "rollout.calculate_log_probs=true")
-    if row.tools.runs(run_dir, *options) != 0:
-        raise OtherResultError("the run did not finish")
-    if max(ppo_series(run_dir, "training/rollout_probs_diff_max")) > 1e-5:
-        raise OtherResultError("engine and trainer have other probabilities")
-    if not all(norm > 0 for norm in ppo_series(run_dir, "actor/grad_norm")):
-        raise OtherResultError("no gradient")
+    for step in grpo_steps(row.path):
+        if step.difference > 1e-5:
+            raise OtherResultError("engine and trainer have other probabilities")
+        if not 0 < step.norm < math.inf:
+            raise OtherResultError("no gradient")
     return ""
 
 

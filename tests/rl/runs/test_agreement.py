@@ -9,6 +9,7 @@ import pytest
 from hpc_rl.errors import EXIT_STOPPED
 from tests.marks import long
 from tests.rl.runs.jobs import Runs, metrics, same_metrics, series, stop_after
+from tests.training.models.test_mixers import tiny
 
 OPTIONS = (
     "trainer.total_training_steps=3",
@@ -67,3 +68,12 @@ def test_engines_in_a_pool_of_their_own_agree(run: Runs, tmp_path: Path, one_wor
     pools = "pools={spec: {train: [2], engines: [1]}, roles: {rollout: engines}}"
     assert run(tmp_path, *OPTIONS, "trainer.n_gpus_per_node=3", pools) == 0
     same_metrics(tmp_path, one_worker)
+
+
+def test_layers_with_a_state_agree_with_the_engine(run: Runs, tmp_path: Path) -> None:
+    """tests/models_table compares engine and trainer of every family."""
+    model = tiny(tmp_path / "model", "qwen3_next")
+    options = ("algorithm.advantage=grpo", f"model.path={model}", "rollout.calculate_log_probs=true")
+    assert run(tmp_path / "run", *options) == 0
+    found = series(tmp_path / "run", "training/rollout_probs_diff_max")
+    assert len(found) == 2 and max(found) < 1e-6
