@@ -13,6 +13,7 @@
 # make test-sglang-api   SGLang's HTTP API in its newest wheel, which is downloaded (40 MB; no GPU)
 # make test-peft   exported adapters loaded by peft, which is downloaded for the test
 # make test-triton   kernels of Liger and flash-linear-attention in Triton's interpreter, which are downloaded for the test
+# make models-table   the table of docs/models.md: every family of models and what was tried with it, about half an hour
 # make bench   the measurements of docs/benchmarks.md
 # make bench-scale   the measurements of docs/scale.md, with stand-ins for many nodes
 # make test-gpu   every part of training, and every kind of job, once on the GPUs of this machine, in an environment of its own
@@ -28,7 +29,7 @@ export WANDB_MODE ?= offline
 # Hundreds of processes start, and each would compile its modules again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo demo-pipeline demo-tools test test-long test-large test-faults test-security test-pipelines test-versions test-slurm-new test-vllm-api test-sglang-api test-peft test-qlora test-torchao test-triton test-gpu lint bench bench-scale docs clean
+.PHONY: demo demo-pipeline demo-tools test test-long test-large test-faults test-security test-pipelines test-versions test-slurm-new test-vllm-api test-sglang-api test-peft test-qlora test-torchao test-triton test-gpu models-table lint bench bench-scale docs clean
 
 demo: .venv/train
 	$(BIN)/python -m tests.demo
@@ -66,6 +67,10 @@ test-security: .venv/test
 test-pipelines: .venv/test
 	.ci/install-slurm
 	$(BIN)/python -m pytest -m pipelines --capture=no tests/e2e
+
+# FAMILIES="--families llama,qwen3 --columns vllm" replaces a part of the cells.
+models-table: .venv/test
+	$(BIN)/python -m tests.models_table $(FAMILIES)
 
 lint: .venv/test
 	$(BIN)/ruff check .

@@ -1,0 +1,218 @@
+"""The families of the table: a small model of each, with random weights and the structure of the published ones."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from transformers import AutoConfig
+
+from hpc_rl.probes.tiny_model import make_tokenizer
+
+VOCABULARY = 320
+SMALL = {
+    **{"vocab_size": VOCABULARY, "hidden_size": 128, "intermediate_size": 192, "num_hidden_layers": 3, "head_dim": 32},
+    **{"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 512},
+    **{"vocab_size_per_layer_input": VOCABULARY, "hidden_size_per_layer_input": 16},
+    **{"num_experts": 4, "num_local_experts": 4, "n_routed_experts": 4, "num_experts_per_tok": 2},
+    **{"moe_intermediate_size": 64, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1},
+    **{"bos_token_id": 1, "attention_dropout": 0.0, "residual_dropout": 0.0},
+}
+"""Sizes, of which a family receives those that its configuration has."""
+TWO_WINDOWS = {"layer_types": ["sliding_attention", "sliding_attention", "full_attention"], "sliding_window": 6}
+LATENT = {"kv_lora_rank": 32, "qk_rope_head_dim": 32, "qk_nope_head_dim": 32, "v_head_dim": 32}
+LATENT |= {"num_key_value_heads": 4}
+LONGROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 10000.0,
+    "short_factor": [1.0 + 0.02 * index for index in range(16)],
+    "long_factor": [2.0 + 0.2 * index for index in range(16)],
+    "original_max_position_embeddings": 64,
+}
+MAMBA2 = {"mamba_n_heads": 8, "mamba_d_head": 32, "mamba_d_state": 16, "mamba_chunk_size": 8}
+DELTA = {
+    **{"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 32, "linear_value_head_dim": 32},
+    "layer_types": ["linear_attention", "linear_attention", "full_attention"],
+}
+SHARED = {"shared_expert_intermediate_size": 64}
+VISION = {
+    **{"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2},
+    **{"image_size": 28, "patch_size": 14},
+}
+VISION_OF_QWEN = {
+    **{"depth": 1, "hidden_size": 32, "intermediate_size": 64, "num_heads": 2, "patch_size": 14},
+    **{"out_hidden_size": 128, "num_position_embeddings": 16, "deepstack_visual_indexes": []},
+}
+IMAGES_OF_QWEN = {
+    "image_token_id": 300,
+    "video_token_id": 301,
+    "vision_start_token_id": 302,
+    "vision_end_token_id": 303,
+}
+
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": {
+        "rope_parameters": {
+            **{"rope_type": "llama3", "factor": 8.0, "rope_theta": 500000.0, "low_freq_factor": 1.0},
+            **{"high_freq_factor": 4.0, "original_max_position_embeddings": 64},
+        }
+    },
+    "mistral": {"sliding_window": 6},
+    "qwen2": {},
+    "qwen3": {"tie_word_embeddings": True},
+    "qwen2_moe": {**SHARED, "num_experts": 4},
+    "qwen3_moe": {},
+    "mixtral": {},
+    "olmoe": {"num_key_value_heads": 4},
+    "olmo": {"clip_qkv": 8.0},
+    "olmo2": {},
+    "olmo3": TWO_WINDOWS,
+    "gemma": {"tie_word_embeddings": True},
+    "gemma2": {"tie_word_embeddings": True, "sliding_window": 6, "query_pre_attn_scalar": 32},
+    "gemma3_text": {"tie_word_embeddings": True, **TWO_WINDOWS, "query_pre_attn_scalar": 32},
+    "gemma3": {
+        "text_config": {"tie_word_embeddings": True, **TWO_WINDOWS, "query_pre_attn_scalar": 32},
+        "vision_config": VISION,
+        "tie_word_embeddings": True,
+        **{"mm_tokens_per_image": 4, "boi_token_index": 300, "eoi_token_index": 301, "image_token_index": 302},
+    },
+    "gemma3n_text": {
+        **{"tie_word_embeddings": True, "num_hidden_layers": 4, "num_kv_shared_layers": 2, "laurel_rank": 8},
+        **{"layer_types": ["sliding_attention", "full_attention"] * 2, "sliding_window": 6},
+        **{"activation_sparsity_pattern": [0.95, 0.0, 0.0, 0.0], "intermediate_size": [192] * 4},
+    },
+    "gemma4_text": {"tie_word_embeddings": True, **TWO_WINDOWS, "global_head_dim": 64},
+    "gemma4": {
+        "text_config": {"tie_word_embeddings": True, **TWO_WINDOWS, "global_head_dim": 64},
+        "tie_word_embeddings": True,
+        "vision_config": {**VISION, "model_type": "gemma4_vision", "num_key_value_heads": 2, "head_dim": 16},
+        **{"boi_token_id": 300, "eoi_token_id": 301, "image_token_id": 302, "video_token_id": 303},
+        **{"boa_token_id": 304, "eoa_token_index": 305, "audio_token_id": 306},
+    },
+    "phi3": {"rope_parameters": LONGROPE, "original_max_position_embeddings": 64, "sliding_window": 20},
+    "phimoe": {"rope_parameters": {**LONGROPE, "short_mscale": 1.1, "long_mscale": 1.3}},
+    "gpt_oss": {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"], "sliding_window": 6},
+    "granite": {
+        **{"tie_word_embeddings": True, "embedding_multiplier": 2.0, "logits_scaling": 2.0},
+        **{"residual_multiplier": 0.5, "attention_multiplier": 0.2},
+    },
+    "granitemoe": {"logits_scaling": 2.0, "residual_multiplier": 0.5, "attention_multiplier": 0.2},
+    "granitemoehybrid": {
+        **{**MAMBA2, "mamba_n_groups": 1, "shared_intermediate_size": 64, "logits_scaling": 2.0},
+        **{"layer_types": ["mamba", "attention", "mamba"], "residual_multiplier": 0.5},
+    },
+    "cohere": {"tie_word_embeddings": True, "logit_scale": 0.25},
+    "cohere2": {"tie_word_embeddings": True, "logit_scale": 0.25, **TWO_WINDOWS},
+    "smollm3": {"tie_word_embeddings": True, "no_rope_layers": [1, 1, 0]},
+    "glm4": {"partial_rotary_factor": 0.5},
+    "glm4_moe": {"n_shared_experts": 1, "routed_scaling_factor": 1.5, "use_qk_norm": True},
+    "deepseek_v2": {**LATENT, "q_lora_rank": None, "n_shared_experts": 1, "head_dim": 32, "topk_method": "greedy"},
+    "deepseek_v3": {**LATENT, "q_lora_rank": 48, "n_shared_experts": 1, "head_dim": 32},
+    "ernie4_5": {"tie_word_embeddings": True},
+    "exaone4": TWO_WINDOWS,
+    "hunyuan_v1_dense": {"tie_word_embeddings": True},
+    "minimax": {
+        **{"layer_types": ["linear_attention", "full_attention", "linear_attention"], "block_size": 8},
+        "linear_attn_alpha_factor": 1.5,
+    },
+    "minimax_m2": {"rotary_dim": 16, "intermediate_size": 64},
+    "lfm2": {"tie_word_embeddings": True, "layer_types": ["conv", "full_attention", "conv"], "conv_L_cache": 3},
+    "lfm2_moe": {
+        **{"tie_word_embeddings": True, "layer_types": ["conv", "full_attention", "conv"]},
+        **{"conv_L_cache": 3, "num_dense_layers": 1},
+    },
+    "qwen3_next": {**DELTA, **SHARED},
+    "qwen3_5_text": DELTA,
+    "qwen3_5": {"text_config": DELTA, "vision_config": VISION_OF_QWEN, **IMAGES_OF_QWEN},
+    "qwen3_5_moe": {"text_config": {**DELTA, **SHARED}, "vision_config": VISION_OF_QWEN, **IMAGES_OF_QWEN},
+    "olmo_hybrid": DELTA,
+    "nemotron_h": {
+        **{"num_hidden_layers": 4, "layers_block_type": ["mamba", "moe", "attention", "mlp"]},
+        **{"mamba_num_heads": 8, "mamba_head_dim": 32, "ssm_state_size": 16, "n_groups": 2, "chunk_size": 8},
+        "moe_shared_expert_intermediate_size": 64,
+    },
+    "falcon_h1": {
+        **{**MAMBA2, "mamba_d_ssm": 256, "mamba_rms_norm": True, "ssm_in_multiplier": 0.5, "lm_head_multiplier": 2.0},
+    },
+    "bamba": {**MAMBA2, "attn_layer_indices": [1]},
+    "jamba": {
+        **{"attn_layer_period": 3, "attn_layer_offset": 1, "expert_layer_period": 2, "expert_layer_offset": 1},
+        **{"mamba_d_state": 8, "use_mamba_kernels": False},
+    },
+    "kimi_linear": {
+        **{**LATENT, "linear_head_dim": 32, "linear_num_heads": 4, "layer_types": DELTA["layer_types"]},
+        "n_shared_experts": 1,
+    },
+    "mistral3": {
+        "text_config": {},
+        "vision_config": {**VISION, "head_dim": 16},
+        "image_token_index": 300,
+    },
+    "llama4_text": {
+        **{"layer_types": ["chunked_attention", "chunked_attention", "full_attention"], "attention_chunk_size": 16},
+        **{"no_rope_layers": [1, 1, 0], "intermediate_size_mlp": 192, "num_experts_per_tok": 1},
+    },
+    "seed_oss": {},
+    "starcoder2": {"tie_word_embeddings": True, "sliding_window": 6},
+    "apertus": {},
+    "nanochat": {},
+}
+"""model_type -> the settings that matter for its structure; those in SMALL are added."""
+
+
+def settings_of(kind: str) -> dict[str, Any]:
+    """Return all settings of a small model."""
+    default = AutoConfig.for_model(kind)
+    own = FAMILIES[kind]
+    parts = {name: own[name] for name in own if name in default.sub_configs}
+    nested = {name: _small(getattr(default, name), part) for name, part in parts.items() if name != "vision_config"}
+    tokenizer = make_tokenizer(VOCABULARY)
+    ends = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
+    for part in nested.values():
+        part |= ends
+    return _small(default, own) | ends | parts | nested
+
+
+def _small(config: Any, own: Mapping[str, Any]) -> dict[str, Any]:
+    known = config.to_dict().keys() | type(config).attribute_map.keys()
+    return {**{key: value for key, value in SMALL.items() if key in known}, "tie_word_embeddings": False, **own}
+
+
+def make_model(folder: Path, kind: str) -> Path:
+    """Save a small model as a user has it: the class of its files, a tokenizer, and a chat template."""
+    config = AutoConfig.for_model(kind, **settings_of(kind))
+    auto = "AutoModelForImageTextToText" if "vision_config" in config.sub_configs else "AutoModelForCausalLM"
+    state = torch.get_rng_state()
+    torch.manual_seed(0)
+    model = getattr(transformers, auto).from_config(config)
+    _spread(model)
+    torch.set_rng_state(state)
+    model.save_pretrained(folder)
+    make_tokenizer(VOCABULARY).save_pretrained(folder)
+    return folder
+
+
+@torch.no_grad()
+def _spread(model: torch.nn.Module) -> None:
+    """Give all weights values that matter: attention that is not uniform, norms that are not 1, biases that are not 0.
+
+    Also the biases of routers that are buffers, which the files contain.
+    """
+    for name, weight in (*model.named_parameters(), *model.named_buffers()):
+        if weight.ndim > 1 and isinstance(weight, torch.nn.Parameter):
+            if weight.any():
+                weight.mul_(3)
+            else:
+                weight.normal_(std=0.05)
+        elif isinstance(weight, torch.nn.Parameter) or name.endswith("correction_bias"):
+            weight.add_(0.1 * torch.randn_like(weight))
+
+
+def config_json(folder: Path) -> dict[str, Any]:
+    """Return the settings in a folder."""
+    found: dict[str, Any] = json.loads((folder / "config.json").read_text())
+    return found

@@ -1,0 +1,62 @@
+"""What the table of docs/models.md tells is what its checks find."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from transformers import CONFIG_MAPPING
+
+from hpc_rl.formats.model_kind import MIXERS
+from tests.marks import long
+from tests.models_table.cells import installed, read_cells, read_versions
+from tests.models_table.checks import COLUMNS, Row, Tools, cells_of
+from tests.models_table.families import FAMILIES
+from tests.models_table.page import rendered, table_of_page
+from tests.rl.rollout.vllm.test_engine import needs_vllm
+
+OFTEN = ("gemma2", "deepseek_v3", "granitemoehybrid", "qwen3_5")
+"""Families that have windows, capped logits and scores, latent attention, experts, scaled logits, two kinds of layers
+with a state, tied weights, and parts for images."""
+FAST = [name for name in COLUMNS if name != "vllm"]
+of_these_versions = pytest.mark.skipif(
+    installed("transformers").rpartition(".")[0] != read_versions()["transformers"].rpartition(".")[0],
+    reason=f"the table was made with transformers {read_versions()['transformers']}",
+)
+
+
+@pytest.fixture(scope="module")
+def tools() -> Iterator[Tools]:
+    found = Tools()
+    yield found
+    found.close()
+
+
+@of_these_versions
+@pytest.mark.parametrize("kind", [kind if kind in OFTEN else long(kind) for kind in FAMILIES])
+def test_a_family(tmp_path: Path, tools: Tools, kind: str) -> None:
+    committed = read_cells()[kind]
+    assert cells_of(Row(kind, tmp_path, tools), FAST, {}) == {name: committed[name] for name in FAST}
+
+
+@of_these_versions
+@needs_vllm
+@pytest.mark.long
+@pytest.mark.parametrize("kind", FAMILIES)
+def test_a_family_in_vllm(tmp_path: Path, tools: Tools, kind: str) -> None:
+    committed = read_cells()[kind]
+    assert cells_of(Row(kind, tmp_path, tools), ["vllm"], committed) == {"vllm": committed["vllm"]}
+
+
+def test_the_page_shows_the_cells() -> None:
+    assert table_of_page() == rendered(read_cells()), "run python -m tests.models_table --only-page"
+
+
+def test_there_is_a_cell_for_each_check_of_each_family() -> None:
+    cells = read_cells()
+    assert list(cells) == list(FAMILIES) and len(FAMILIES) >= 32
+    assert all(list(found) == list(COLUMNS) for found in cells.values())
+    assert all(cell.note for found in cells.values() for cell in found.values() if cell.verdict != "yes")
+    tried = {kind.removesuffix("_text") for kind in FAMILIES}
+    assert {kind.removesuffix("_text") for kind in MIXERS if kind in CONFIG_MAPPING} <= tried
