@@ -65,7 +65,7 @@ def _micro_tokens(config: Any, shapes: Shapes) -> Iterator[Settings]:
 
 
 def _sequence_parallel(config: Any, shapes: Shapes) -> Iterator[Settings]:
-    if isinstance(config, GenerateConfig):
+    if isinstance(config, GenerateConfig) or not config.trainer.packing:
         return
     ranks, longest = config.trainer.n_gpus_per_node, config.data.longest
     is_open = config.trainer.micro_tokens == "auto"

@@ -18,6 +18,7 @@ from hpc_rl.algorithms.aggregation import LOSS_AGGREGATIONS
 from hpc_rl.algorithms.estimators import ESTIMATORS
 from hpc_rl.algorithms.kl import KL_ESTIMATORS
 from hpc_rl.config.rl.ppo import PpoConfig
+from hpc_rl.config.training.common import TrainingConfig
 from hpc_rl.rl.actors.calls import Pending
 from hpc_rl.rl.carriers.base import shards_of
 from hpc_rl.rl.loop import experience as columns
@@ -83,7 +84,7 @@ def experience_of(masks: Masks, seed: int, config: PpoConfig, removed: bool) -> 
 def group_of(experience: TensorDict, micro_tokens: int, ranks: int = 1) -> tuple[WorkerGroup, list[Shard]]:
     """A group without processes that has assigned the responses, and what each rank receives."""
     group = WorkerGroup.__new__(WorkerGroup)
-    group._workers, group._sequence_parallel = [None] * ranks, 1
+    group._workers, group._trainer = [None] * ranks, TrainingConfig()
     group.row_tokens, group.longest_row = micro_tokens, 0
     assignment = group._assign(experience, None)
     group._held = (assignment, columns.lengths(experience))

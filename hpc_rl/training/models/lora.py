@@ -132,9 +132,14 @@ class Adapters:
 
 
 def blocks_of(hf: PreTrainedModel) -> list[nn.Module]:
-    """Return the transformer blocks of a model, which may be divided: FSDP gives each a subclass of its class."""
-    names = set(hf._no_split_modules or ())
-    return [module for module in hf.modules() if not names.isdisjoint(kind.__name__ for kind in type(module).__mro__)]
+    """Return the transformer blocks of a model, which may be divided: FSDP gives each a subclass of its class. Mamba
+    names parts of its blocks too, which are not blocks."""
+    names, found, inside = set(hf._no_split_modules or ()), list[nn.Module](), set[int]()
+    for module in hf.modules():
+        if id(module) not in inside and not names.isdisjoint(kind.__name__ for kind in type(module).__mro__):
+            found.append(module)
+            inside |= {id(part) for part in module.modules()}
+    return found
 
 
 def text_blocks(hf: PreTrainedModel) -> list[nn.Module]:

@@ -17,6 +17,7 @@ from torch import nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from hpc_rl.errors import UserError
+from hpc_rl.formats.model_families import UNPACK
 from hpc_rl.formats.model_kind import MIXERS
 from hpc_rl.training.models.attention.packed_attention import ATTENTION, SampleBounds
 from hpc_rl.training.models.lora import blocks_of
@@ -148,7 +149,7 @@ def _tell(
     if bounds is None and config._attn_implementation == ATTENTION:
         raise UserError(
             f"models of type {config.model_type} do not pass the samples' lengths to their layers, which packing "
-            "needs: use another model"
+            f"needs: {UNPACK}"
         )
     assert bounds is None or bounds.sequence.size == 1  # model_options.refuse_unsplittable
     for mixer in mixers:

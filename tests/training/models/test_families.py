@@ -180,6 +180,8 @@ def assert_refused(folder: Path, packing: bool) -> None:
 def assert_trained(folder: Path, packing: bool) -> None:
     """A training step on a row of samples has the logits and gradients of unchanged transformers on each alone."""
     model = load(folder, packing).eval()  # without what is random in training
+    parts = {id(part) for block in model.layers() for part in list(block.modules())[1:]}
+    assert not any(id(block) in parts for block in model.layers())  # FSDP would divide their weights twice
     if not packing:
         assert count_flops(model).per_token > 0
     ids = np.split(np.random.default_rng(1).integers(3, 300, sum(LENGTHS)), np.cumsum(LENGTHS)[:-1])

@@ -22,6 +22,7 @@ from torch.nn import attention as torch_attention
 from torch.nn.functional import scaled_dot_product_attention
 
 from hpc_rl.errors import UserError
+from hpc_rl.formats.model_families import UNPACK
 from hpc_rl.training.models.attention import cpu_attention, exact_attention
 from hpc_rl.training.models.attention.exact_attention import SoftmaxOptions
 from hpc_rl.training.models.attention.packed_batch import PackedBatch
@@ -185,14 +186,14 @@ def packed_attention(
     if attention_mask is not None or others.get("position_bias") is not None:
         name = "position_bias" if attention_mask is None else "a mask of their own"
         raise UserError(
-            f"{_kind_of(module)} need {name} in attention, which packed training does not support: use another model"
+            f"{_kind_of(module)} need {name} in attention, which packed training does not support: {UNPACK}"
         )
     softmax = SoftmaxOptions(scaling, sliding_window, softcap, s_aux)
     if attend is not None:
         return _attend_otherwise(attend, module, query, key, value, softmax), None
     if packed_bounds is None:
         raise UserError(
-            f"{_kind_of(module)} do not pass the samples' lengths to attention, which packing needs: use another model"
+            f"{_kind_of(module)} do not pass the samples' lengths to attention, which packing needs: {UNPACK}"
         )
     sequence = packed_bounds.sequence
     if sequence.size > 1:

@@ -31,6 +31,8 @@ LATENT = {"q_lora_rank": 16, "kv_lora_rank": 8, "qk_rope_head_dim": 8, "qk_nope_
 LATENT |= {"num_key_value_heads": 4, "head_dim": 8}
 ROUTED = {"n_routed_experts": 4, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1}
 EXPERTS = {"moe_intermediate_size": 16, "num_experts_per_tok": 2}
+GATED = {"layer_types": ["linear_attention", "full_attention"], "linear_num_key_heads": 2, "linear_num_value_heads": 4}
+GATED |= {"linear_key_head_dim": 8, "linear_value_head_dim": 8}
 LAYERS = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 6}
 UNCAPPED = {"final_logit_softcapping": None}
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {  # and those of tests/models_table
@@ -80,11 +82,11 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {  # and those of tests/models
     ),
     "glm4_moe": ("glm4_moe", {**EXPERTS, **ROUTED, "use_qk_norm": True, "partial_rotary_factor": 0.5}),
     "phi": ("phi", {"partial_rotary_factor": 0.5}),
-    "qwen3_next": ("qwen3_next", {**EXPERTS, "layer_types": ["full_attention"] * 2, "num_experts": 4}),
+    "qwen3_next": ("qwen3_next", {**EXPERTS, **GATED, "num_experts": 4, "shared_expert_intermediate_size": 16}),
     "smollm3": ("smollm3", {"no_rope_layers": [1, 0]}),
     "deepseek_v3": ("deepseek_v3", {**LATENT, **EXPERTS, **ROUTED}),
 }
-OF_LENGTH = [name for name in FAMILIES if "dynamic" in name or "longrope" in name or "phi" in name]
+OF_LENGTH = [name for name in FAMILIES if "dynamic" in name or "longrope" in name or name in ("phi3", "phimoe")]
 
 
 def model_of(folder: Path, name: str) -> tuple[causal_lm.CausalLM, Any]:
