@@ -329,7 +329,7 @@ GENERATION = [
 ADAPTERS = [
     sft("model.lora.rank: Input should be greater than or equal to 1", "model.lora.rank=0"),
     sft("alpha has no effect without adapters: set rank, or remove alpha", "model.lora.alpha=8"),
-    sft("target_modules: qproj matches no linear layer of the model's transformer blocks; the linear layers are: k_proj, q_proj",
+    sft("target_modules: qproj matches no linear layer of the model's transformer blocks; the linear",
         "model.path=blocks", "model.lora.rank=4", "model.lora.target_modules=[q_proj,qproj]"),
     sft("model.lora.path none: there is no such folder", "model.path=blocks", "model.lora.path=none"),
     sft("have their own rank; remove rank", "model.path=blocks", "model.lora.path=adapters", "model.lora.rank=2"),

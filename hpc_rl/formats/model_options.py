@@ -125,7 +125,7 @@ def refuse_unsplittable(key: str, path: str, settings: Mapping[str, Any], size: 
     refuse_option(key, path, settings, "sequence parallelism")
     settings = text_settings(settings)
     for name in _HEADS:
-        found = settings.get(name) or ()
+        found = settings.get(name) or []
         for heads in sorted(set(found if isinstance(found, list) else [found])):
             if heads % size:
                 divisors = ", ".join(str(number) for number in range(1, heads + 1) if heads % number == 0)
