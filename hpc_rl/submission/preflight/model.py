@@ -169,8 +169,8 @@ def check_adapters(model: ModelConfig, max_rank: int | None, coming: frozenset[P
 
 
 def _in_language_model(name: str) -> str:
-    """Return the name of a weight without the beginning of its language model, which differs between the files of models
-    that also read images, and adapters for them."""
+    """Return the name of a weight without the beginning that a language model has in a wrapper: adapters have another
+    one than some files."""
     return re.sub(r"^(model\.)?((language_model|text_model)\.)?(model\.)?(?=layers\.)", "", name)
 
 
