@@ -31,13 +31,15 @@ DELTA = {
     **{"layer_types": ["linear_attention", "full_attention"], "partial_rotary_factor": 1.0},
     "rope_parameters": SECTIONS,
 }
+IN_SECTIONS = {"rope_parameters": SECTIONS}
+WITHOUT_WINDOW = {"sliding_window": NONE}
 WINDOWS = {"layer_types": ["sliding_attention", "full_attention"]}
 OWN: dict[str, dict[str, Any]] = {
     **dict.fromkeys(("qwen3_5_text", "qwen3_5_moe_text"), DELTA),
     **dict.fromkeys(("gemma3_text", "gemma4_text", "gemma4_unified_text"), WINDOWS),
-    **dict.fromkeys(("qwen2_vl_text", "qwen2_5_vl_text", "qwen3_vl_text"), {"rope_parameters": SECTIONS}),
-    **dict.fromkeys(("qwen3_vl_moe_text", "glm4v_text", "glm4v_moe_text"), {"rope_parameters": SECTIONS}),
-    **dict.fromkeys(("llama", "mistral", "qwen2", "gemma"), {"sliding_window": NONE}),
+    **dict.fromkeys(("qwen2_vl_text", "qwen2_5_vl_text", "qwen3_vl_text"), IN_SECTIONS),
+    **dict.fromkeys(("qwen3_vl_moe_text", "glm4v_text", "glm4v_moe_text"), IN_SECTIONS),
+    **dict.fromkeys(("llama", "mistral", "qwen2", "gemma"), WITHOUT_WINDOW),
     "lfm2": {"layer_types": ["conv", "full_attention"]},
 }
 """model_type -> settings of its own."""

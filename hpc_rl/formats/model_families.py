@@ -25,6 +25,8 @@ class FamilyRefusal(NamedTuple):
     """Whether only their LM head is the reason, so that critics and reward models of these families are not refused."""
     of_rows: bool = False
     """Whether only packed rows are the reason, so that trainer.packing=false trains these models."""
+    of_scores: bool = False
+    """Whether only critics and reward models of these families are refused."""
 
 
 def _types(names: str) -> frozenset[str]:
@@ -84,6 +86,35 @@ REFUSALS = {
         _types("modernbert-decoder"),
         of_head=True,
     ),
+    "prefix": FamilyRefusal(
+        "attend to later tokens of the prompt too, and training computes attention to earlier tokens only",
+        "use another model with parts for images, such as gemma3, qwen3_5 or mistral3",
+        _types("paligemma"),
+    ),
+    "images": FamilyRefusal(
+        "have layers inside of their language model that read images, which text alone does not train",
+        "use a model that reads images as tokens, such as gemma3, qwen3_5 or mistral3",
+        _types("idefics mllama"),
+    ),
+    "scale": FamilyRefusal(
+        "scale their logits (logit_scale) in vLLM, but not in transformers",
+        "use the language model alone (cohere2), or another model with parts for images, such as gemma3 or qwen3_5",
+        _types("aya_vision cohere2_vision"),
+    ),
+    "scores": FamilyRefusal(
+        "have no sequence classifier in transformers, which critics and reward models need",
+        "use a model of another family, such as qwen3, llama or gemma3; GRPO needs no critic",
+        _types(
+            "afmoe apertus aria_text bamba bitnet blt cohere cohere2 cohere2_moe cwm dbrx dots1 ernie4_5 ernie4_5_moe "
+            "exaone_moe falcon_h1 flex_olmo gemma3n_text gemma4_text gemma4_unified_text glm4_moe glm4_moe_lite "
+            "glm4v_moe_text glm4v_text granite granite_swa granitemoe granitemoe_swa granitemoehybrid "
+            "granitemoeshared hrm_text hy_v3 hyperclovax jais2 kimi_linear laguna lfm2 lfm2_moe llama4_text "
+            "longcat_flash mellum mimo_v2_flash minimax_m2 minimax_m3_vl_text nanochat nemotron_h olmo_hybrid olmoe "
+            "qwen2_5_vl_text qwen2_vl_text qwen3_5_moe_text qwen3_vl_moe_text qwen3_vl_text solar_open vaultgemma "
+            "youtu"
+        ),
+        of_scores=True,
+    ),
 }
 """The reasons for which whole families are refused; docs/models.md has a row for each."""
 
@@ -111,7 +142,8 @@ def refuse_family(
     whole = ((kind, each) for kind in kinds for each in REFUSALS.values() if kind in each.families)
     of_settings = ((kind, each) for kind in kinds[:1] for each in _of_settings(kind, inner))
     for kind, found in (*whole, *of_settings):
-        if (with_head or not found.of_head) and (packing or not found.of_rows):
+        of_others = found.of_scores if with_head else found.of_head or (found.of_scores and "auto_map" in settings)
+        if not of_others and (packing or not found.of_rows):
             how, remedy = ("in packed rows", f"{UNPACK}; or {found.remedy}") if found.of_rows else ("", found.remedy)
             what = f"{key} {path} cannot be trained {how}".rstrip()
             raise UserError(f"{what}: models of type {kind} {found.reason}: {remedy}")

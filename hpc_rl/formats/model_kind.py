@@ -58,7 +58,8 @@ def is_classifier(architectures: Sequence[str] | None) -> bool:
 
 def is_language_model(architectures: Sequence[str] | None) -> bool:
     """Return whether the `architectures` of a config.json name a language model."""
-    return any(name.endswith(("ForCausalLM", "LMHeadModel")) for name in architectures or ())
+    endings = ("ForCausalLM", "ForConditionalGeneration", "LMHeadModel")
+    return any(name.endswith(endings) for name in architectures or ())
 
 
 def architectures_of(folder: Path) -> list[str]:

@@ -94,10 +94,11 @@ def load_chat(path: str, temperature: float, max_tokens: int, trust_remote_code:
         UserError: one of them cannot be loaded, or the tokenizer has no chat template.
     """
     import torch
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM
 
     from hpc_rl.training.models.causal_lm import load_tokenizer
     from hpc_rl.training.models.pretrained import from_pretrained, settings_of
+    from hpc_rl.training.models.wrappers import wrapper_class
 
     if not trust_remote_code and "auto_map" in settings_of(path, "model"):
         raise UserError(
@@ -111,7 +112,8 @@ def load_chat(path: str, temperature: float, max_tokens: int, trust_remote_code:
     device = there or torch.device("cpu")
     dtype = "auto" if there is None else torch.bfloat16
     remote = {"trust_remote_code": trust_remote_code}
-    model = from_pretrained(AutoModelForCausalLM, path, "model", dtype=dtype, **remote).to(device).eval()
+    auto = wrapper_class(from_pretrained(AutoConfig, path, "model", **remote)) or AutoModelForCausalLM
+    model = from_pretrained(auto, path, "model", dtype=dtype, **remote).to(device).eval()
     ends = sorted(ending_token_ids(tokenizer, tokenizer.get_chat_template(), path))
     return TerminalChat(model, tokenizer, ends, temperature, max_tokens)
 

@@ -162,7 +162,16 @@ def check_adapters(model: ModelConfig, max_rank: int | None, coming: frozenset[P
             f"{max_rank} or less (rollout.merge_lora=false): use rollout.merge_lora=true"
         )
     if weights:
-        refuse_other_base(key, adapters, model.path, weights)
+        by_layer = {_in_language_model(name): shape for name, shape in weights.items()}
+        named = (f"{name}.weight" for name in adapters.modules)
+        known = {name: by_layer[own] for name in named if (own := _in_language_model(name)) in by_layer}
+        refuse_other_base(key, adapters, model.path, known)
+
+
+def _in_language_model(name: str) -> str:
+    """Return the name of a weight without the beginning that a language model has in a wrapper: adapters have another
+    one than some files."""
+    return re.sub(r"^(model\.)?((language_model|text_model)\.)?(model\.)?(?=layers\.)", "", name)
 
 
 def check_same_vocabulary(key: str, path: str, model: ModelSource, cache: HubCache) -> None:

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from hpc_rl.errors import UserError
+from hpc_rl.formats.hub import check_hub
 from hpc_rl.system.files import read_json
 from hpc_rl.training.models import safetensors_files
 from hpc_rl.training.models.loading import weights_of
@@ -55,6 +56,10 @@ class LeftOut:
         Raises:
             UserError: they are not there, or they are those of another model.
         """
+        if not Path(self.base).is_dir():
+            if Path(self.base).is_absolute():
+                raise self._error("there is no such folder")
+            check_hub(self.base)
         try:
             files = weight_files(self.base, self.commit) or ()
             found = {name: stored for file in files for name, stored in contents(file).items()}

@@ -8,6 +8,7 @@ formats, merged experts, renamed weights), rank 0 loads the whole model with tra
 from __future__ import annotations
 
 import math
+import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
@@ -38,6 +39,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 Model = TypeVar("Model", bound=PackedModel)
+_PART = re.compile(r"(model\.)?(language_model\.)?layers\.\d+(?=\.)|(model\.)?\w+")
+"""The part of a model to which a weight belongs: a layer, or a module of the first level."""
 Tensors = dict[str, torch.Tensor]
 
 
@@ -75,7 +78,7 @@ def load_sharded(pretrained: Pretrained[Model], world: World, trainer: LoadingOp
 
 def _summary(names: Iterable[str]) -> str:
     """Return the first parts of names of weights, with the number of weights of each."""
-    parts = Counter(".".join(name.split(".")[: 2 if name.startswith("model.") else 1]) for name in names)
+    parts = Counter(match[0] for name in names if (match := _PART.match(name)))
     return ", ".join(f"{part} ({counted(number, 'weight')})" for part, number in sorted(parts.items()))
 
 

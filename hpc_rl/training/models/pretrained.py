@@ -195,6 +195,11 @@ class Pretrained(Generic[Model]):
         wrapper = wrapper_class(config)
         if wrapper is None:
             return auto, {"config": config}
+        if int(transformers.__version__.split(".")[0]) < 5:
+            raise UserError(
+                f"{self.key} {self.path} is a model with parts for images or sound, which is trained on text with "
+                f"transformers 5, and transformers {transformers.__version__} is installed: install a newer version"
+            )
         if self.new_head:
             return auto, {"config": language_config(config, self.settings), "key_mapping": OF_LANGUAGE}
         return language_class(wrapper), {"config": config}

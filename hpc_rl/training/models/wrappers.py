@@ -28,7 +28,7 @@ def wrapper_class(config: PretrainedConfig) -> Any:
     """Return transformers' class of a wrapper; None for a model that is no wrapper."""
     from transformers.models.auto import modeling_auto
 
-    if config.get_text_config() is config:
+    if config.get_text_config() is config or config.is_encoder_decoder:
         return None
     tables = ("MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING", "MODEL_FOR_MULTIMODAL_LM_MAPPING")
     found = [table[type(config)] for name in tables if type(config) in (table := getattr(modeling_auto, name, {}))]

@@ -8,14 +8,18 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForImageTextToText, AutoTokenizer
+from safetensors.torch import load_file
+from transformers import AutoModelForImageTextToText, AutoModelForSequenceClassification, AutoTokenizer
 
 from hpc_rl.config.training.common import ModelConfig, TrainingConfig
+from hpc_rl.errors import EXIT_STOPPED, UserError
 from hpc_rl.training.checkpoints import model_state
+from hpc_rl.training.checkpoints.export import export
 from hpc_rl.training.models.causal_lm import causal_lm
 from hpc_rl.training.models.loading import load_sharded, weights_of
-from tests.finetune.jobs import ALONE, run_here
-from tests.helpers import write_chats
+from tests.finetune.jobs import ALONE, run_here, run_job
+from tests.finetune.test_preferences import rows
+from tests.helpers import make_tiny_model, write_chats
 from tests.marks import long
 from tests.tiny_wrappers import is_of_language, make_wrapper, read_files
 
@@ -23,7 +27,7 @@ pytest.importorskip("transformers.models.gemma4", reason="older versions have fe
 KINDS = ("gemma3", "mistral3", "qwen3_5")
 MORE = (
     *("gemma4", "gemma4_unified", "glm46v", "glm4v", "glm4v_moe", "idefics3", "internvl", "lfm2_vl", "llava"),
-    *("llava_next", "llava_onevision", "ovis2", "paligemma", "qwen2_5_vl", "qwen2_vl", "qwen3_5_moe", "qwen3_vl"),
+    *("llava_next", "llava_onevision", "ovis2", "qwen2_5_vl", "qwen2_vl", "qwen3_5_moe", "qwen3_vl"),
     *("qwen3_vl_moe", "smolvlm"),
 )
 
@@ -76,6 +80,118 @@ def test_sft_and_export(tmp_path: Path, kind: str, capsys: pytest.CaptureFixture
     start = AutoModelForImageTextToText.from_pretrained(base, dtype=torch.float32)
     assert (logits(whole) - logits(start)).abs().max() > 1e-3
     again = load_sharded(causal_lm(ModelConfig(path=str(out), dtype="float32")), ALONE, TrainingConfig())
-    again.hf.set_attn_implementation("eager")
+    again.hf.eval().set_attn_implementation("eager")
     assert torch.allclose(logits(again.hf), logits(whole), atol=1e-4)
     assert weights_of(again.hf).keys() == trained.keys()
+
+
+def preferences(base: Path, folder: Path, kind: str) -> list[str]:
+    data = folder / "pairs.jsonl"
+    data.write_text("".join(json.dumps({**row, "margin": 0}) + "\n" for row in rows()[:8]))
+    own = [word for word in options(base, folder) if not word.startswith("data.train_files")]
+    return ["--kind", kind, *own, f"data.train_files={data}", "data.max_length=256"]
+
+
+def run_folder(path: Path) -> Path:
+    path.mkdir()
+    (path / "stop").touch()
+    return path
+
+
+@pytest.mark.parametrize("kind", ["qwen3_5", *(long(kind) for kind in ("gemma3", "qwen3_5_moe", "qwen3_vl"))])
+def test_two_ranks_resume_and_what_they_export_is_trained_again(tmp_path: Path, kind: str) -> None:
+    """SFT on two ranks that stop and resume, then DPO with adapters from what they exported, merged."""
+    base, first = make_wrapper(tmp_path / "base", kind), run_folder(tmp_path / "sft")
+    assert [code for code, _, _ in run_job(options(base, tmp_path), first, ranks=2)] == [EXIT_STOPPED] * 2
+    (first / "stop").unlink()
+    results = run_job(options(base, tmp_path), first, ranks=2)
+    assert [code for code, _, _ in results] == [0, 0], results
+    assert "resuming after step 1" in results[0][1]
+    assert_complete(first / "model", base)
+    second = tmp_path / "dpo"
+    assert run_here(preferences(first / "model", tmp_path, "dpo"), second, "model.lora={rank: 2}") == 0
+    assert_complete(second / "model", first / "model")
+    before, after = read_files(first / "model"), read_files(second / "model")
+    changed = {name for name in before if not torch.equal(before[name], after[name])}
+    assert changed and all(is_of_language(name) and "layers" in name for name in changed)
+
+
+def test_adapters_have_the_names_of_the_wrapper(tmp_path: Path) -> None:
+    """They name layers of the language model only, also where the tower has layers of the same names."""
+    base, run = make_wrapper(tmp_path / "base", "gemma3"), tmp_path / "run"
+    lora = ["model.lora={rank: 2, merge: false}", "trainer.total_training_steps=1"]
+    assert run_here(options(base, tmp_path), run, *lora) == 0
+    whole = AutoModelForImageTextToText.from_pretrained(base)
+    layers = {name for name, module in whole.named_modules() if isinstance(module, torch.nn.Linear)}
+    settings = json.loads((run / "model" / "adapter_config.json").read_text())
+    targets = set(settings["target_modules"])
+    assert targets <= layers and all(name.startswith("model.language_model.layers.") for name in targets)
+    assert {name for name in layers if name.rpartition(".")[2] in ("q_proj", "v_proj")} > {
+        name for name in targets if name.rpartition(".")[2] in ("q_proj", "v_proj")
+    }
+    stored = load_file(run / "model" / "adapter_model.safetensors")
+    assert {name.removeprefix("base_model.model.").rpartition(".lora_")[0] for name in stored} == targets
+    again = tmp_path / "again"
+    more = [f"model.lora={{path: {run / 'model'}}}", "trainer.total_training_steps=1"]
+    assert run_here(options(base, tmp_path), again, *more) == 0
+    assert_complete(again / "model", base)
+
+
+def test_an_export_needs_the_model_that_training_started_from(tmp_path: Path) -> None:
+    base, run = make_wrapper(tmp_path / "base", "mistral3"), tmp_path / "run"
+    assert run_here(options(base, tmp_path), run, "trainer.total_training_steps=1", "trainer.export=false") == 0
+    base.rename(tmp_path / "moved")
+    with pytest.raises(
+        UserError, match=r"copies 24 weights .* multi_modal_projector.* there is no such folder; .* --base"
+    ):
+        export(run, tmp_path / "out")
+    make_wrapper(base, "mistral3", num_hidden_layers=1)
+    with pytest.raises(UserError, match="it is another model by now"):
+        export(run, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+    export(run, tmp_path / "out", base=str(tmp_path / "moved"))
+    assert_complete(tmp_path / "out", tmp_path / "moved")
+
+
+def test_several_processes_write_a_complete_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from hpc_rl.training.checkpoints import export as exporting
+
+    base, run, out = make_wrapper(tmp_path / "base", "qwen3_5_moe"), tmp_path / "run", tmp_path / "out"
+    assert run_here(options(base, tmp_path), run, "trainer.total_training_steps=1") == 0
+    monkeypatch.setattr(exporting, "_FILE_BYTES", 40_000)
+    written = []
+    with exporting.new_folder(run, out) as (path, partial):
+        for rank in range(3):
+            before = set(partial.glob("*.safetensors"))
+            exporting.write_weights(path, partial, "float32", rank, 3)
+            written.append(len(set(partial.glob("*.safetensors")) - before))
+    assert min(written) > 0
+    assert_complete(out, base)
+    found, expected = read_files(out), read_files(run / "model")
+    assert all(torch.equal(found[name], weight) for name, weight in expected.items())
+
+
+def test_a_reward_model_is_the_language_model_alone(tmp_path: Path) -> None:
+    base, run = make_wrapper(tmp_path / "base", "gemma3"), tmp_path / "run"
+    assert run_here(preferences(base, tmp_path, "rm"), run) == 0
+    model, info = AutoModelForSequenceClassification.from_pretrained(run / "model", output_loading_info=True)
+    assert not info["missing_keys"] and not info["unexpected_keys"]
+    assert model.config.model_type == "gemma3_text" and not any("vision" in name for name in model.state_dict())
+
+
+def test_a_layer_that_predicts_several_tokens_is_kept(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """As in DeepSeek V3: a layer after the last one, beside experts that transformers merges."""
+    experts = {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "n_group": 1}
+    latent = {"q_lora_rank": 16, "kv_lora_rank": 8, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8}
+    more = {"topk_group": 1, "n_shared_experts": 1, "first_k_dense_replace": 1, "num_attention_heads": 4}
+    heads = {"num_key_value_heads": 4}
+    base = make_tiny_model(tmp_path / "base", kind="deepseek_v3", layers=3, **experts, **latent, **more, **heads)
+    settings = json.loads((base / "config.json").read_text())
+    (base / "config.json").write_text(json.dumps({**settings, "num_hidden_layers": 2, "num_nextn_predict_layers": 1}))
+    assert run_here(options(base, tmp_path), tmp_path / "run", "trainer.total_training_steps=1") == 0
+    assert "also has model.layers.2 (" in capsys.readouterr().out
+    before, after = read_files(base), read_files(tmp_path / "run" / "model")
+    assert after.keys() == before.keys() and "model.layers.1.mlp.experts.3.up_proj.weight" in before
+    changed = {name for name in before if not torch.equal(before[name], after[name])}
+    assert changed and not any(name.startswith("model.layers.2.") for name in changed)
+    assert json.loads((tmp_path / "run" / "model" / "config.json").read_text())["num_nextn_predict_layers"] == 1

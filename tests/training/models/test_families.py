@@ -12,7 +12,10 @@ import pytest
 import torch
 from torch.nn.functional import cross_entropy
 from transformers import AutoConfig, AutoModelForCausalLM
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES,
+)
 
 from hpc_rl.config.training.common import ModelConfig, TrainingConfig
 from hpc_rl.errors import UserError
@@ -233,8 +236,21 @@ def test_families_that_are_not_tried_are_in_transformers() -> None:
     assert UNBUILT.keys() | set(SHORT) <= MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.keys()
     named = [family for each in REFUSALS.values() for family in each.families]
     assert len(named) == len(set(named))
+    of_wrappers = {"images", "prefix", "scale", "scores"}  # tests/training/checkpoints/test_complete_export.py
+    named = [family for key, each in REFUSALS.items() if key not in of_wrappers for family in each.families]
     unread = set(named) - MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.keys()  # which loading refuses for this reason
     assert all(family in REFUSALS["encoder"].families | REFUSALS["encoder-decoder"].families for family in unread)
+
+
+def test_families_without_a_classifier() -> None:
+    """Those that critics and reward models refuse before the queue are those that transformers cannot build."""
+    classifiers = MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES.keys()
+    named = REFUSALS["scores"].families
+    assert not named & classifiers
+    alone = {kind for kind in KINDS if AutoConfig.for_model(kind).get_text_config().model_type == kind}
+    tried = {kind for kind in alone if verdict({"model_type": kind}) is None}
+    assert tried - classifiers - {"phi4_multimodal"} <= named
+    assert verdict({"model_type": "olmoe"}, with_head=False) and not verdict({"model_type": "olmoe"})
 
 
 @pytest.mark.parametrize(

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from hpc_rl.config.training.common import ModelConfig
 from hpc_rl.rl.weights.base import WeightSource
@@ -15,6 +16,8 @@ from hpc_rl.training.models.causal_lm import causal_lm, load_model
 from hpc_rl.training.models.lora import is_adapter
 from hpc_rl.training.models.stored_form import StoredForm
 from tests.helpers import make_tiny_model
+from tests.marks import long
+from tests.tiny_wrappers import is_of_language, make_wrapper, read_files
 
 KINDS: list[tuple[str, dict[str, Any], str]] = [
     (
@@ -68,6 +71,41 @@ def test_names_of_a_module_without_memory(tmp_path: Path) -> None:
     hf = causal_lm(ModelConfig(path=str(folder))).empty()
     source = WeightSource(hf, torch.bfloat16, stored=StoredForm(hf))
     assert {entry.name for entry in source.metadata()} == load_file(folder / "model.safetensors").keys()
+
+
+@pytest.mark.parametrize(
+    "kind", ["gemma3", "qwen3_5", *(long(kind) for kind in ("mistral3", "qwen2_vl", "qwen3_5_moe"))]
+)
+def test_a_wrapper_has_the_names_of_its_files(tmp_path: Path, kind: str) -> None:
+    """Loaded or without memory; also if the files have the names of transformers' modules."""
+    pytest.importorskip("transformers.models.gemma4", reason="older versions have fewer of these models")
+    folder = make_wrapper(tmp_path / "old", kind)
+    for path in (folder, with_new_names(folder, tmp_path / "new")):
+        expected = {name: weight for name, weight in read_files(path).items() if is_of_language(name)}
+        config = ModelConfig(path=str(path), dtype="float32")
+        loaded, empty = load_model(config).hf, causal_lm(config).empty()
+        found = dict(WeightSource(loaded, torch.float32, stored=StoredForm(loaded)))
+        assert expected.keys() == found.keys()
+        assert all(torch.equal(found[name], weight) for name, weight in expected.items())
+        source = WeightSource(empty, torch.float32, stored=StoredForm(empty))
+        assert {entry.name for entry in source.metadata()} == expected.keys()
+
+
+def with_new_names(folder: Path, out: Path) -> Path:
+    """A copy in one file, whose weights have the names that they have in transformers' module."""
+    shutil.copytree(folder, out, ignore=shutil.ignore_patterns("model*.safetensors*"))
+    new = {
+        "language_model.model.": "model.language_model.",
+        "language_model.lm_head.": "lm_head.",
+        "vision_tower.": "model.vision_tower.",
+        "multi_modal_projector.": "model.multi_modal_projector.",
+    }
+    weights = {}
+    for name, weight in read_files(folder).items():
+        start = next((each for each in new if name.startswith(each)), "")
+        weights[new.get(start, "") + name.removeprefix(start)] = weight
+    save_file(weights, out / "model.safetensors", {"format": "pt"})
+    return out
 
 
 def test_adapters_keep_their_names(tmp_path: Path) -> None:
