@@ -54,16 +54,6 @@ def mixers_of(module: nn.Module, config: PretrainedConfig) -> list[nn.Module]:
     return [part for part in module.modules() if type(part).__name__ == name]
 
 
-def layers_of(config: PretrainedConfig) -> list[PretrainedConfig]:
-    """Return the configuration of each layer: they may differ in the size and number of heads, as in Gemma 4."""
-    return list(getattr(config, "per_layer_config", None) or [config] * config.num_hidden_layers)
-
-
-def head_size(layer: PretrainedConfig) -> int:
-    """Return the size of a layer's heads."""
-    return int(getattr(layer, "head_dim", None) or layer.hidden_size // layer.num_attention_heads)
-
-
 def split_mixers(hf: PreTrainedModel) -> None:
     """Let the mixers of a model compute sample by sample.
 
