@@ -66,7 +66,7 @@ def composed(name: str, kind: str = "sft") -> Any:
 def rows() -> dict[str, list[str]]:
     """The table of the page about recipes."""
     section = (ROOT / "docs" / "recipes.md").read_text().partition("\n## model=\n")[2].partition("\n## ")[0]
-    found = [line.strip("| ").split(" | ") for line in section.splitlines() if line.startswith("| `")]
+    found = [line.strip("| ").split(" | ") for line in section.splitlines()[5:] if line.startswith("| `")]
     return {name.strip("`"): cells for name, *cells in found}
 
 

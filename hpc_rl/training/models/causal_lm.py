@@ -25,7 +25,7 @@ from hpc_rl.training.models.attention.packed_attention import backbone_of, hidde
 from hpc_rl.training.models.attention.packed_batch import PackedBatch
 from hpc_rl.training.models.compute_weights import ComputeWeights
 from hpc_rl.training.models.four_bit import four_bit_weights
-from hpc_rl.training.models.mixers import PerSample, head_size, layers_of, mixers_of, split_mixers
+from hpc_rl.training.models.mixers import PerSample, mixers_of, split_mixers
 from hpc_rl.training.models.pretrained import Pretrained, from_pretrained
 from hpc_rl.training.models.recomputation import recompute
 from hpc_rl.training.models.rotary import follow_samples
@@ -302,12 +302,13 @@ def count_flops(model: PackedModel) -> Flops:
     body -= sum(_idle_flops(p, config) for name, p in model.hf.named_parameters() if ".experts." in name)
     body += sum(_FROZEN_FLOPS * weight.shape.numel() for weight in four_bit_weights(model.hf).values())
     head = 0.0 if output is None else _flops_of(output.weight)
-    widths = [(getattr(one, "num_attention_heads", 0) or 0) * head_size(one) for one in layers_of(config)]
-    share = 1.0
+    heads = getattr(config, "num_attention_heads", 0)  # a model may have only layers with a state
+    head_size = getattr(config, "head_dim", None) or config.hidden_size // max(1, heads)
+    layers = config.num_hidden_layers
     if mixers_of(model.hf, config):  # which some layers have instead of attention
-        share = sum(hasattr(part, "is_causal") for part in model.hf.modules()) / len(widths)
-    attention = 12 * share * sum(widths)
-    return Flops(per_token=body, per_target=head, per_squared_token=attention)
+        layers = sum(hasattr(part, "is_causal") for part in model.hf.modules())
+    attention = 12 * layers * heads * head_size
+    return Flops(per_token=body, per_target=head, per_squared_token=float(attention))
 
 
 def _idle_flops(weight: torch.Tensor, config: PretrainedConfig) -> float:

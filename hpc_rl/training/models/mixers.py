@@ -105,17 +105,6 @@ def mixers_of(module: nn.Module, config: PretrainedConfig) -> list[nn.Module]:
     return [part for part in module.modules() if type(part).__name__ == name]
 
 
-def layers_of(config: PretrainedConfig) -> list[PretrainedConfig]:
-    """Return the configuration of each layer: they may differ in the size and number of heads, as in Gemma 4."""
-    return list(getattr(config, "per_layer_config", None) or [config] * config.num_hidden_layers)
-
-
-def head_size(layer: PretrainedConfig) -> int:
-    """Return the size of a layer's heads; of the hidden states in a model without attention."""
-    heads = getattr(layer, "num_attention_heads", None) or 1
-    return int(getattr(layer, "head_dim", None) or layer.hidden_size // heads)
-
-
 def split_mixers(hf: PreTrainedModel) -> None:
     """Let the mixers of a model compute sample by sample.
 

@@ -10,7 +10,6 @@ from hpc_rl.config.rl.rollout import OWN_GPU, SHARED_GPU, EngineConfig, engine_d
 from hpc_rl.config.training.common import ModelSource
 from hpc_rl.rl.rollout.engine import Placement
 from hpc_rl.rl.rollout.vllm.adapters import engine_rank
-from hpc_rl.training.models.mixers import head_size, layers_of
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -76,10 +75,10 @@ def engine_settings(
 def _cpu_cache_bytes(config: PretrainedConfig, rollout: EngineConfig, max_length: int) -> int:
     """Return the memory for keys and values of max_num_seqs sequences of max_length, at most CPU_CACHE_BYTES."""
     text = config.get_text_config()
-    layers = layers_of(text)
-    heads = [getattr(one, "num_key_value_heads", None) or one.num_attention_heads for one in layers]
+    heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
+    head_size = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
     itemsize = getattr(torch, engine_dtype(rollout, "cpu")).itemsize
-    per_token = 2 * itemsize * sum(count * head_size(one) for count, one in zip(heads, layers, strict=True))
+    per_token = 2 * text.num_hidden_layers * heads * head_size * itemsize
     blocks = -(-max_length // CPU_BLOCK) + 1
     # vLLM reserves one block.
     return min(CPU_CACHE_BYTES, (rollout.max_num_seqs * blocks + 1) * CPU_BLOCK * per_token)
