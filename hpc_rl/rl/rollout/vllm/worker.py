@@ -8,6 +8,7 @@ from typing import Any, Self
 from torch import nn
 
 from hpc_rl.rl.rollout.vllm.caches import set_up_caches
+from hpc_rl.rl.rollout.vllm.direct_writes import DirectWrites
 from hpc_rl.rl.rollout.vllm.processes import log_as_worker
 from hpc_rl.rl.weights.buckets import Bucket, unpack
 
@@ -81,7 +82,8 @@ def track_loading(model: nn.Module) -> set[str]:
     load = model.load_weights
 
     def tracked(weights: Any) -> Any:
-        loaded = load(weights)
+        with DirectWrites(model):
+            loaded = load(weights)
         if loaded is None:  # a few models do not return what they loaded
             missing.clear()
         else:
