@@ -13,26 +13,31 @@ from hpc_rl.config.training.common import ModelConfig
 from hpc_rl.rl.weights.base import WeightSource
 from hpc_rl.training.models.causal_lm import CausalLM, load_model
 from hpc_rl.training.models.stored_form import StoredForm
-from tests.training.models.test_families import OWN, small
+from tests.training.models.test_families import NONE, OWN, small
 
 ROOM = 42
 """Tokens of a prompt and its response."""
 SIZES = {"hidden_size": 64, "num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 32}
 """For which vLLM has kernels of attention."""
-DELTA = {"linear_key_head_dim": 32, "linear_value_head_dim": 32}
+DELTA = {"linear_key_head_dim": 128, "linear_value_head_dim": 128}
 EXPERTS = {"moe_intermediate_size": 32, "shared_expert_intermediate_size": 32}
+LATENT = {"kv_lora_rank": 512, "qk_rope_head_dim": 64}
 MAMBA = {"mamba_d_state": 16}
+TIED = {"tie_word_embeddings": True}
 FAMILIES: dict[str, dict[str, Any]] = {
-    **{kind: {} for kind in ("gemma3", "gemma3_text", "gemma4", "gemma4_text", "gpt_oss", "granite", "jamba")},
-    **{kind: {} for kind in ("kimi_linear", "nemotron_h", "olmo2", "olmo3", "phi3", "smollm3")},
-    **dict.fromkeys(("falcon_h1", "granitemoehybrid"), MAMBA),
+    **{kind: {} for kind in ("gemma3_text", "gpt_oss", "granite", "jamba", "kimi_linear")},
+    **{kind: {} for kind in ("olmo2", "olmo3", "phi3", "smollm3")},
+    **dict.fromkeys(("cohere2", "gemma3"), TIED),
+    **dict.fromkeys(("gemma4", "gemma4_text"), {"num_experts": NONE}),
+    "falcon_h1": {**MAMBA, "mamba_norm_before_gate": False},
+    "granitemoehybrid": MAMBA,
+    "nemotron_h": {"layers_block_type": ["mamba", "attention", "mlp"], "num_hidden_layers": 3},
     **dict.fromkeys(("olmo_hybrid", "qwen3_5", "qwen3_5_text"), DELTA),
     **dict.fromkeys(("qwen3_5_moe", "qwen3_5_moe_text", "qwen3_next"), {**DELTA, **EXPERTS}),
-    "cohere2": {"tie_word_embeddings": True},
-    "deepseek_v3": {**EXPERTS, "topk_method": "noaux_tc", "scoring_func": "sigmoid"},
-    "lfm2": {"block_dim": 64, "conv_dim": 64, "tie_word_embeddings": True},
-    "lfm2_moe": {**EXPERTS, "tie_word_embeddings": True},
-    "llama4_text": {"layer_types": ["full_attention"] * 2, "attn_temperature_tuning": False},
+    "deepseek_v3": {**EXPERTS, **LATENT, "topk_method": "noaux_tc", "scoring_func": "sigmoid"},
+    "lfm2": {"block_dim": 64, "conv_dim": 64, **TIED},
+    "lfm2_moe": {**EXPERTS, **TIED},
+    "llama4_text": {"layer_types": ["full_attention"] * 2, "attn_temperature_tuning": False, "num_experts_per_tok": 1},
 }
 """model_type -> settings of its own."""
 UNBUILT: dict[str, str] = {}
@@ -45,6 +50,8 @@ def make_family(folder: Path, kind: str) -> Path:
     """Save a model."""
     default = AutoConfig.for_model(kind)
     parts = {name: getattr(default, name, None) for name in type(default).sub_configs}
+    if kind == "gemma4":
+        parts["vision_config"] = AutoConfig.for_model("gemma4_vision")
     nested = {
         name: {**_sized(part, kind, name == "text_config"), "model_type": part.model_type}
         for name, part in parts.items()

@@ -68,11 +68,20 @@ class WeightUpdates:
         model = self.get_model()
         with set_current_vllm_config(self.vllm_config):
             finalize_layerwise_reload(model, self.model_config)
-        head = getattr(model, "lm_head", None)
-        if head is not None and self.model_runner.device.type == "cpu":
-            # A head that is tied to the embedding is not reloaded; its packed copy of the old weight is replaced here.
-            head.quant_method.process_weights_after_loading(head)
+        if self.model_runner.device.type == "cpu":
+            pack_again(model)
         return sorted(self._missing)
+
+
+def pack_again(model: nn.Module) -> None:
+    """Pack new weights for the kernels of CPUs. vLLM does so in all layers but these two, in which it would use the old
+    copy, or take unpacked weights for packed ones."""
+    for name, layer in model.named_modules(remove_duplicate=False):
+        method: Any = getattr(layer, "quant_method", None)
+        if name.rpartition(".")[2] == "lm_head":  # one that is tied to the embedding is not reloaded
+            method.process_weights_after_loading(layer)
+        elif (kernel := getattr(method, "moe_kernel", None)) is not None:
+            kernel.fused_experts.process_weights_after_loading(layer)
 
 
 def track_loading(model: nn.Module) -> set[str]:
