@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
 from transformers import AutoConfig
 
 from hpc_rl.config.training.common import ModelConfig
@@ -25,23 +26,25 @@ LATENT = {"kv_lora_rank": 512, "qk_rope_head_dim": 64}
 MAMBA = {"mamba_d_state": 16}
 TIED = {"tie_word_embeddings": True}
 FAMILIES: dict[str, dict[str, Any]] = {
-    **{kind: {} for kind in ("gemma3_text", "gpt_oss", "granite", "jamba", "kimi_linear")},
+    **{kind: {} for kind in ("gemma3_text", "gpt_oss", "granite", "jamba")},
     **{kind: {} for kind in ("olmo2", "olmo3", "phi3", "smollm3")},
     **dict.fromkeys(("cohere2", "gemma3"), TIED),
-    **dict.fromkeys(("gemma4", "gemma4_text"), {"num_experts": NONE}),
+    **dict.fromkeys(("gemma4", "gemma4_text"), {"num_experts": NONE, "global_head_dim": 32}),
     "falcon_h1": {**MAMBA, "mamba_norm_before_gate": False},
     "granitemoehybrid": MAMBA,
+    "kimi_linear": {"mla_use_nope": True},
     "nemotron_h": {"layers_block_type": ["mamba", "attention", "mlp"], "num_hidden_layers": 3},
     **dict.fromkeys(("olmo_hybrid", "qwen3_5", "qwen3_5_text"), DELTA),
     **dict.fromkeys(("qwen3_5_moe", "qwen3_5_moe_text", "qwen3_next"), {**DELTA, **EXPERTS}),
     "deepseek_v3": {**EXPERTS, **LATENT, "topk_method": "noaux_tc", "scoring_func": "sigmoid"},
     "lfm2": {"block_dim": 64, "conv_dim": 64, **TIED},
     "lfm2_moe": {**EXPERTS, **TIED},
-    "llama4_text": {"layer_types": ["full_attention"] * 2, "attn_temperature_tuning": False, "num_experts_per_tok": 1},
 }
 """model_type -> settings of its own."""
-UNBUILT: dict[str, str] = {}
-"""model_type of those whose class vLLM imports on GPUs only -> why."""
+OLDER_NAMES = {
+    "olmo_hybrid": {"attention_layer_norm": "input_layernorm", "feedforward_layer_norm": "post_attention_layernorm"}
+}
+"""model_type -> names in files as transformers saves them -> those that vLLM reads. transformers reads both."""
 WRAPPERS = ("gemma3", "gemma4", "qwen3_5", "qwen3_5_moe")
 """Those with parts that read images."""
 
@@ -66,7 +69,16 @@ def make_family(folder: Path, kind: str) -> Path:
             if parameter.ndim > 1:
                 parameter.mul_(3)  # so that attention is not uniform
     model.save_pretrained(folder)
+    if kind in OLDER_NAMES:
+        file = folder / "model.safetensors"
+        save_file({_renamed(name, kind): weight for name, weight in load_file(file).items()}, file, {"format": "pt"})
     return folder
+
+
+def _renamed(name: str, kind: str) -> str:
+    for saved, known in OLDER_NAMES[kind].items():
+        name = name.replace(saved, known)
+    return name
 
 
 def _sized(config: Any, kind: str, is_text: bool) -> dict[str, Any]:

@@ -34,8 +34,8 @@ class WeightUpdates:
 
     def start_tracked_update(self) -> None:
         """Start an update by vLLM's own transfers, whose parts come to `update_weights`."""
-        self._missing = track_loading(self.get_model())
         self.start_weight_update()
+        self._missing = track_loading(self.get_model())
 
     def finish_tracked_update(self) -> list[str]:
         """Return the names of the parameters that the update did not contain."""
@@ -48,9 +48,9 @@ class WeightUpdates:
         from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
 
         model = self.get_model()
-        self._missing = track_loading(model)
         with set_current_vllm_config(self.vllm_config):
             initialize_layerwise_reload(model)
+        self._missing = track_loading(model)
 
     def load_host_bucket(self, bucket: Bucket) -> None:
         from vllm.config import set_current_vllm_config
@@ -85,7 +85,10 @@ def pack_again(model: nn.Module) -> None:
 
 
 def track_loading(model: nn.Module) -> set[str]:
-    """Return the names of the model's parameters, from which each call of its `load_weights` removes what it loads."""
+    """Return the names of the model's parameters, from which each call of its `load_weights` removes what it loads.
+
+    Before an update has started, a model also has parameters that vLLM computes from others, such as those of MLA.
+    """
     model.__dict__.pop("load_weights", None)  # of the previous update
     missing = {name for name, _ in model.named_parameters()}
     load = model.load_weights
