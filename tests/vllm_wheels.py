@@ -20,8 +20,12 @@ from packaging.utils import parse_wheel_filename
 
 ROOT = Path(__file__).parent.parent
 CHECKS = ROOT / "tests" / "rl" / "vllm_contract"
-PROCESSES = (("check_arguments.py", "check_requests.py"), ("check_calls.py", "check_caches.py", "check_weight_sync.py"))
-"""The first ones pretend a GPU to the whole of vLLM, and therefore have a process of their own."""
+PROCESSES = (
+    ("check_arguments.py", "check_requests.py"),
+    ("check_calls.py", "check_caches.py", "check_weight_sync.py"),
+    ("check_families.py",),
+)
+"""The first ones pretend a GPU to the whole of vLLM, and the last ones a CPU. Therefore, they have their own process."""
 TIMEOUT_S = 1700
 DOWNLOAD_TIMEOUT_S = 3600
 

@@ -118,6 +118,14 @@ REFUSALS = {
 }
 """The reasons for which whole families are refused; docs/models.md has a row for each."""
 
+_UNSERVED = {
+    "vllm": FamilyRefusal(
+        "have layers with a state for which the admitted versions of vLLM have no code",
+        "set rollout.name=hf, or use falcon_h1, granitemoehybrid, nemotron_h or qwen3_next",
+        _types("bamba minimax"),
+    )
+}
+"""rollout.name -> families that training computes, and that this engine cannot load."""
 _CAPPED = ("gemma2", "gemma3_text", "gemma3n_text", "gemma4_text", "gemma4_unified_text", "nanochat", "vaultgemma")
 """model_type of models that cap their logits. Others may have the setting without using it."""
 _WINDOWS_IN_MASKS = ("phimoe", "qwen2_moe")
@@ -147,6 +155,21 @@ def refuse_family(
             how, remedy = ("in packed rows", f"{UNPACK}; or {found.remedy}") if found.of_rows else ("", found.remedy)
             what = f"{key} {path} cannot be trained {how}".rstrip()
             raise UserError(f"{what}: models of type {kind} {found.reason}: {remedy}")
+
+
+def refuse_unserved(key: str, path: str, settings: Mapping[str, Any], engine: str) -> None:
+    """Raise UserError if a rollout engine cannot load models of this family.
+
+    Args:
+        key: the option that names `path`, for the error.
+        settings: of the model, as in its config.json.
+        engine: rollout.name.
+    """
+    found, kind = _UNSERVED.get(engine), text_settings(settings).get("model_type")
+    if found is not None and kind in found.families:
+        raise UserError(
+            f"rollout.name={engine} cannot load {key} {path}: models of type {kind} {found.reason}: {found.remedy}"
+        )
 
 
 def _of_settings(family: str, settings: Mapping[str, Any]) -> Iterator[FamilyRefusal]:

@@ -82,7 +82,7 @@ def models_of(config: Planned) -> dict[str, str]:
 
 def computed_here(config: Planned) -> dict[str, bool]:
     """Return the options of the models that training's own code computes, and whether it uses their LM heads."""
-    by_engine = isinstance(config, GenerateConfig) and config.rollout.name != "hf"
+    by_engine = isinstance(config, GenerateConfig) and not engine_spec(config).in_process
     return {
         key: key not in ("critic.path", "reward.model") and not (key == "model.path" and isinstance(config, RmConfig))
         for key in models_of(config)

@@ -25,8 +25,9 @@ from hpc_rl.training.models.stored_form import StoredForm
 
 
 class WeightSource:
-    """A model's parameters in the engine's type, by their Hugging Face names, tied ones once. Adapters are merged into
-    the weights on the way, and the model keeps its own.
+    """A model's weights by their Hugging Face names, tied ones once: parameters in the engine's type, and the buffers
+    that files contain, such as the biases of routers, in their own. Adapters are merged into the weights on the way,
+    and the model keeps its own.
 
     Args:
         adapters_only: the source has the adapters, and nothing else.
@@ -36,7 +37,10 @@ class WeightSource:
     def __init__(
         self, hf: nn.Module, dtype: torch.dtype, adapters_only: bool = False, stored: StoredForm | None = None
     ) -> None:
-        self.parameters = {name: weight for name, weight in hf.named_parameters() if is_adapter(name) == adapters_only}
+        stored_names = hf.state_dict().keys()
+        buffers = {name: buffer for name, buffer in hf.named_buffers() if name in stored_names}
+        found = {**dict(hf.named_parameters()), **buffers}
+        self.parameters = {name: weight for name, weight in found.items() if is_adapter(name) == adapters_only}
         layers = {} if adapters_only else adapted_layers(hf)
         self.adapted = {f"{name}.weight": layer for name, layer in layers.items()}
         self.four_bit = {} if adapters_only else four_bit_weights(hf)
@@ -45,15 +49,19 @@ class WeightSource:
 
     def metadata(self) -> list[TensorEntry]:
         """Return what iteration yields, without any communication."""
+        types = {name: self._type(weight) for name, weight in self.parameters.items()}
         every = {**self.parameters, **self.four_bit}
-        shapes = ((name, torch.empty(weight.shape, device="meta")) for name, weight in every.items())
-        return [TensorEntry(name, self.dtype, tuple(part.shape)) for name, part in self._parts(shapes)]
+        empty = (
+            (name, torch.empty(weight.shape, dtype=types.get(name, self.dtype), device="meta"))
+            for name, weight in every.items()
+        )
+        return [TensorEntry(name, part.dtype, tuple(part.shape)) for name, part in self._parts(empty)]
 
     def is_in_place(self) -> bool:
         """Whether iteration yields the parameters themselves, in host memory."""
         return not (self.adapted or self.four_bit or self.stored) and all(
             not isinstance(parameter, DTensor)
-            and (parameter.device.type, parameter.dtype) == ("cpu", self.dtype)
+            and (parameter.device.type, parameter.dtype) == ("cpu", self._type(parameter))
             and parameter.is_contiguous()
             for parameter in self.parameters.values()
         )
@@ -77,10 +85,14 @@ class WeightSource:
                 yield name, self._merged(name, _full(parameter))
             else:
                 # Convert before gathering, so that fewer bytes travel.
-                yield name, _full(parameter.detach().to(self.dtype))
+                yield name, _full(parameter.detach().to(self._type(parameter)))
         for name, stored in self.four_bit.items():
             weight = stored.dequantized()
             yield name, self._merged(name, weight) if name in self.adapted else weight.to(self.dtype)
+
+    def _type(self, weight: torch.Tensor) -> torch.dtype:
+        """Return the type in which a weight travels."""
+        return self.dtype if isinstance(weight, nn.Parameter) else weight.dtype
 
     def _merged(self, name: str, weight: torch.Tensor) -> torch.Tensor:
         layer = self.adapted[name]

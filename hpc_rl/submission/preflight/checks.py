@@ -20,7 +20,7 @@ from hpc_rl.config.training.select import SelectConfig
 from hpc_rl.data.selection import check_scored
 from hpc_rl.environments.loading import ENVIRONMENT, TOOLS
 from hpc_rl.errors import UserError
-from hpc_rl.formats.model_families import refuse_family
+from hpc_rl.formats.model_families import refuse_family, refuse_unserved
 from hpc_rl.formats.model_kind import refuse_other_frequencies, refuse_unsplittable_engine
 from hpc_rl.formats.model_options import refuse_option, refuse_unsplittable, refuse_without_liger
 from hpc_rl.images.run_options import image_preflight
@@ -246,6 +246,8 @@ def _rules_for(key: str, config: Planned) -> Iterator[tuple[Callable[..., None],
     engine_gpus = config.rollout.tensor_parallel_size if isinstance(config, PpoConfig | GenerateConfig) else 1
     if key == "model.path" and engine_gpus > 1:
         yield refuse_unsplittable_engine, (engine_gpus,)
+    if key == "model.path" and isinstance(config, PpoConfig | GenerateConfig):
+        yield refuse_unserved, (engine_name(config.rollout, config.trainer.computes_on),)
     if key == "model.path" and isinstance(config, PpoConfig):
         yield refuse_other_frequencies, (engine_name(config.rollout, config.trainer.computes_on), room(config))
     is_trained = key in ("model.path", "critic.path", "ref.path")

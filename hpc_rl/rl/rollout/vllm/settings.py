@@ -8,6 +8,7 @@ import torch
 
 from hpc_rl.config.rl.rollout import OWN_GPU, SHARED_GPU, EngineConfig, engine_dtype
 from hpc_rl.config.training.common import ModelSource
+from hpc_rl.formats.model_kind import has_mixers
 from hpc_rl.rl.rollout.engine import Placement
 from hpc_rl.rl.rollout.vllm.adapters import engine_rank
 
@@ -49,12 +50,16 @@ def engine_settings(
         # Its raw ones are those at temperature 1, before top_k and top_p; its processed ones those after all of them.
         "logprobs_mode": "processed_logprobs" if rollout.temperature != 1 or truncated_logprobs else "raw_logprobs",
         "worker_extension_cls": WORKER_EXTENSION,
+        # Requests are tokens. The parts of a model that read images take no memory, and need no new weights.
+        "language_model_only": True,
     }
     if placement.device == "cpu":
         settings |= {
             "enforce_eager": True,
             # After a part of a prompt, vLLM restores the offset of the request's generator. CPU generators have none.
             "enable_chunked_prefill": False,
+            # Only chunks of prompts leave states in the cache.
+            "enable_prefix_caching": not has_mixers(config.to_dict()),
             "kv_cache_memory_bytes": _cpu_cache_bytes(config, rollout, max_length),
             "distributed_executor_backend": "mp" if tensor_parallel > 1 else "uni",
         }
@@ -75,8 +80,11 @@ def engine_settings(
 def _cpu_cache_bytes(config: PretrainedConfig, rollout: EngineConfig, max_length: int) -> int:
     """Return the memory for keys and values of max_num_seqs sequences of max_length, at most CPU_CACHE_BYTES."""
     text = config.get_text_config()
-    heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
-    head_size = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    # Layers of Gemma 4 differ in these, and its configuration refuses to name one number.
+    given = text.to_dict()
+    heads = given.get("num_key_value_heads") or text.num_attention_heads
+    sizes = [given.get(name) or 0 for name in ("head_dim", "global_head_dim")]
+    head_size = max(sizes) or text.hidden_size // text.num_attention_heads
     itemsize = getattr(torch, engine_dtype(rollout, "cpu")).itemsize
     per_token = 2 * text.num_hidden_layers * heads * head_size * itemsize
     blocks = -(-max_length // CPU_BLOCK) + 1

@@ -8,6 +8,7 @@ from typing import Any, Self
 from torch import nn
 
 from hpc_rl.rl.rollout.vllm.caches import set_up_caches
+from hpc_rl.rl.rollout.vllm.direct_writes import DirectWrites
 from hpc_rl.rl.rollout.vllm.processes import log_as_worker
 from hpc_rl.rl.weights.buckets import Bucket, unpack
 
@@ -33,8 +34,8 @@ class WeightUpdates:
 
     def start_tracked_update(self) -> None:
         """Start an update by vLLM's own transfers, whose parts come to `update_weights`."""
-        self._missing = track_loading(self.get_model())
         self.start_weight_update()
+        self._missing = track_loading(self.get_model())
 
     def finish_tracked_update(self) -> list[str]:
         """Return the names of the parameters that the update did not contain."""
@@ -47,9 +48,9 @@ class WeightUpdates:
         from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
 
         model = self.get_model()
-        self._missing = track_loading(model)
         with set_current_vllm_config(self.vllm_config):
             initialize_layerwise_reload(model)
+        self._missing = track_loading(model)
 
     def load_host_bucket(self, bucket: Bucket) -> None:
         from vllm.config import set_current_vllm_config
@@ -67,21 +68,34 @@ class WeightUpdates:
         model = self.get_model()
         with set_current_vllm_config(self.vllm_config):
             finalize_layerwise_reload(model, self.model_config)
-        head = getattr(model, "lm_head", None)
-        if head is not None and self.model_runner.device.type == "cpu":
-            # A head that is tied to the embedding is not reloaded; its packed copy of the old weight is replaced here.
-            head.quant_method.process_weights_after_loading(head)
+        if self.model_runner.device.type == "cpu":
+            pack_again(model)
         return sorted(self._missing)
 
 
+def pack_again(model: nn.Module) -> None:
+    """Pack new weights for the kernels of CPUs. vLLM does so in all layers but these two, in which it would use the old
+    copy, or take unpacked weights for packed ones."""
+    for name, layer in model.named_modules(remove_duplicate=False):
+        method: Any = getattr(layer, "quant_method", None)
+        if name.rpartition(".")[2] == "lm_head":  # one that is tied to the embedding is not reloaded
+            method.process_weights_after_loading(layer)
+        elif (kernel := getattr(method, "moe_kernel", None)) is not None:
+            kernel.fused_experts.process_weights_after_loading(layer)
+
+
 def track_loading(model: nn.Module) -> set[str]:
-    """Return the names of the model's parameters, from which each call of its `load_weights` removes what it loads."""
+    """Return the names of the model's parameters, from which each call of its `load_weights` removes what it loads.
+
+    Before an update has started, a model also has parameters that vLLM computes from others, such as those of MLA.
+    """
     model.__dict__.pop("load_weights", None)  # of the previous update
     missing = {name for name, _ in model.named_parameters()}
     load = model.load_weights
 
     def tracked(weights: Any) -> Any:
-        loaded = load(weights)
+        with DirectWrites(model):
+            loaded = load(weights)
         if loaded is None:  # a few models do not return what they loaded
             missing.clear()
         else:

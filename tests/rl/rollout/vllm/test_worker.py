@@ -5,8 +5,10 @@ from typing import Any
 import torch
 
 from hpc_rl.rl.rollout.vllm.worker import track_loading
+from tests.rl.rollout.vllm.test_engine import needs_vllm
 
 
+@needs_vllm
 def test_loading_is_tracked_by_name() -> None:
     """One set for each update; a model that does not return names counts as complete."""
 
