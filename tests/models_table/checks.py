@@ -203,7 +203,7 @@ def check_grpo(row: Row) -> str:
 def check_lora(row: Row) -> str:
     """Train adapters on all linear layers; the exported model has them merged."""
     chats = write_chats(row.folder / "chats.jsonl", 8)
-    options = [f"data.train_files={chats}", "model.lora={rank: 4, target_modules: all-linear}", "optim.lr=2e-2"]
+    options = [f"data.train_files={chats}", "model.lora.rank=4", "optim.lr=2e-2"]
     losses, expected, model, folder = train(row, "sft", options)
     if row.kind not in DRAWN and not math.isclose(losses[0], expected, rel_tol=1e-4):
         raise OtherResultError("the first loss is not that of transformers")
