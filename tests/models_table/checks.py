@@ -324,7 +324,7 @@ def reason_of(error: Exception, row: Row) -> str:
     text = re.sub(r"\S*" + re.escape(str(row.folder)) + r"\S*:? ?", "", str(error).strip().splitlines()[0])
     text = re.sub(r" \((relative differences|in all): [^)]*\)", "", text)
     if isinstance(error, UserError):
-        return re.sub(r".*models of type \S+ ", "", text).partition(": ")[0]
+        return re.sub(r"^model\.\w+: |.*models of type \S+ ", "", text).partition(": ")[0]
     return f"{type(error).__name__}: {text.partition('. ')[0]}"
 
 
