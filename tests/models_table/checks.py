@@ -203,7 +203,7 @@ def check_grpo(row: Row) -> str:
 def check_lora(row: Row) -> str:
     """Train adapters on all linear layers; the exported model has them merged."""
     chats = write_chats(row.folder / "chats.jsonl", 8)
-    options = [f"data.train_files={chats}", "model.lora={rank: 4, target_modules: all-linear}", "optim.lr=2e-2"]
+    options = [f"data.train_files={chats}", "model.lora.rank=4", "optim.lr=2e-2"]
     losses, expected, model, folder = train(row, "sft", options)
     if row.kind not in DRAWN and not math.isclose(losses[0], expected, rel_tol=1e-4):
         raise OtherResultError("the first loss is not that of transformers")
@@ -324,7 +324,7 @@ def reason_of(error: Exception, row: Row) -> str:
     text = re.sub(r"\S*" + re.escape(str(row.folder)) + r"\S*:? ?", "", str(error).strip().splitlines()[0])
     text = re.sub(r" \((relative differences|in all): [^)]*\)", "", text)
     if isinstance(error, UserError):
-        return re.sub(r".*models of type \S+ ", "", text).partition(": ")[0]
+        return re.sub(r"^model\.\w+: |.*models of type \S+ ", "", text).partition(": ")[0]
     return f"{type(error).__name__}: {text.partition('. ')[0]}"
 
 
