@@ -166,10 +166,12 @@ def _frozen_beside(config: FinetuneConfig, shapes: Shapes, ranks: Ranks) -> tupl
         if config.model.lora.is_used and config.ref.path is None:
             return None  # the model without its adapters
         shape = shapes[config.ref.path or config.model.path]
-        return "reference", _frozen(shape, "logprobs", config.trainer, ranks), not config.ref.precompute_logprobs
+        frozen = replace(_frozen(shape, "logprobs", config.trainer, ranks), longest=config.data.longest)
+        return "reference", frozen, not config.ref.precompute_logprobs
     if isinstance(config, DistillConfig) and config.teacher.ranks_per_node is None:
         shape = shapes[config.teacher.path]
-        return "teacher", _frozen(shape, "logprobs", config.trainer, ranks), not config.teacher.precompute_top_k
+        frozen = replace(_frozen(shape, "logprobs", config.trainer, ranks), longest=config.data.longest)
+        return "teacher", frozen, not config.teacher.precompute_top_k
     return None
 
 
@@ -178,7 +180,8 @@ def _policy(config: FinetuneConfig, shapes: Shapes, gpu_bytes: float) -> Sharded
     if isinstance(config, DpoConfig | DistillConfig):
         head = "logprobs"
     ranks = _finetune_ranks(config, gpu_bytes)
-    return _trained(shapes[config.model.path], head, config.model, config.optim, config.trainer, ranks)
+    policy = _trained(shapes[config.model.path], head, config.model, config.optim, config.trainer, ranks)
+    return replace(policy, longest=config.data.longest)
 
 
 def _finetune_ranks(config: FinetuneConfig, gpu_bytes: float) -> Ranks:
@@ -260,25 +263,42 @@ def engine_bytes(config: PpoConfig | GenerateConfig, shapes: Shapes, gpu_bytes: 
     """
     rollout, shape = config.rollout, shapes[config.model.path]
     if engine_spec(config).in_process:
-        return {ENGINE: weights_of_engine(config, shape) + config.data.longest * shape.cache_bytes()}
+        return {ENGINE: weights_of_engine(config, shape) + cache_of(shape, config.data.longest)}
     own = rollout.engine_kwargs.get(engine_spec(config).memory_argument)
     stated = own if isinstance(own, float) else rollout.gpu_memory_utilization
     return {ENGINE: (stated or (SHARED_GPU if shared else OWN_GPU)) * gpu_bytes}
 
 
+def cache_of(shape: Shape, length: int, itemsize: int = COMPUTE, gpus: int = 1) -> float:
+    """Return the bytes on one GPU that an engine keeps of a sequence: keys and values of its tokens, of those in the
+    window of layers with one, and the states of layers that have them.
+
+    Args:
+        gpus: those of an engine, which divide key heads and states. Each has all of a latent cache.
+    """
+    found = 0.0
+    for one in shape.attentions:
+        tokens = min(length, one.window or length)
+        found += tokens * one.cached * itemsize / (1 if one.latent else min(gpus, one.key_heads))
+    # Engines keep states in the type of the model or, of Mamba and linear attention, in float32.
+    states = sum(FLOAT32 * m.state + itemsize * m.convolution for layer in shape.layers if (m := layer.mixer))
+    return found + states / gpus
+
+
 def cache_tokens(config: PpoConfig | GenerateConfig, shapes: Shapes, gpu_bytes: float) -> float | None:
-    """Return how many tokens an engine's KV cache can hold; negative if its weights do not fit.
+    """Return how many tokens of the longest sequences an engine's cache can hold; negative if its weights do not fit.
 
     Returns:
-        None if the engine's own arguments determine it, or if the cache has another form.
+        None if the engine's own arguments determine it.
     """
     shape, rollout = shapes[config.model.path], config.rollout
-    if engine_spec(config).in_process or shape.has_window or rollout.engine_kwargs.keys() - _NEUTRAL:
+    if engine_spec(config).in_process or rollout.engine_kwargs.keys() - _NEUTRAL:
         return None
     shared = any(pool_of(config, role) == pool_of(config, "rollout") for role in config.roles if role != "rollout")
     rest = sum(engine_bytes(config, shapes, gpu_bytes, shared).values()) - ENGINE_BYTES
     rest -= weights_of_engine(config, shape)
-    return rest / (shape.cache_bytes() / min(rollout.tensor_parallel_size, shape.key_heads))
+    longest = config.data.longest
+    return rest * longest / cache_of(shape, longest, gpus=rollout.tensor_parallel_size)
 
 
 def weights_of_engine(config: PpoConfig | GenerateConfig, shape: Shape) -> float:
@@ -295,8 +315,9 @@ def _sync(config: PpoConfig, actor: ShardedModel, awake: Parts) -> Parts:
         whole = 0.0
     else:
         # transformers has the gate and up projections of all experts in one tensor; engines get a copy in parts.
-        experts = 4 * shape.experts.count * shape.experts.inner if shape.experts else 0
-        whole = float(COMPUTE * shape.hidden * max(shape.vocabulary, shape.inner, experts))
+        experts = max(layer.experts.weights if layer.experts else 0 for layer, _ in shape.kinds)
+        linears = max(rows * columns for layer, _ in shape.kinds for _, rows, columns in layer.linears)
+        whole = float(COMPUTE * max(shape.embedding, linears, 4 * experts / 3))
     own = 0.0 if engine_spec(config).in_process else ENGINE_BYTES
     found: Parts = {"a whole weight": whole, "buckets": 2e6 * config.rollout.sync_bucket_mb}
     return found | ({ENGINE_WEIGHTS: weights_of_engine(config, shape) + own} if awake else {})
@@ -321,7 +342,7 @@ def _held_by_role(config: PpoConfig | GenerateConfig, shapes: Shapes, gpu_bytes:
             paths = {"ref": config.model.path, "teacher": config.teacher.path, "reward": config.reward.model}
             scores: Head = "value" if role == "reward" else "logprobs"
             found[role] = _frozen(shapes[str(paths[role])], scores, config.trainer, ranks)
-    return found
+    return {role: replace(model, longest=config.data.longest) for role, model in found.items()}
 
 
 def _pool_ranks(config: PpoConfig | GenerateConfig, role: Role, gpu_bytes: float) -> Ranks:
@@ -382,7 +403,7 @@ def adapter_parameters(shape: Shape, lora: LoraConfig) -> int:
 def _adapter_matrices(shape: Shape, lora: LoraConfig) -> list[tuple[int, tuple[int, int]]]:
     """Return the matrices of the adapters: the number of layers that have one, and its rows and columns. Adapters to
     continue from count as rank 32."""
-    every = [(name, layers, sizes) for layers, linears in shape.kinds for name, sizes in linears.items()]
+    every = [(name, count, sizes) for layer, count in shape.kinds for name, *sizes in layer.linears]
     rank, targets = lora.rank or 32, lora.target_modules or [name for name, _, _ in every]
     chosen = [found for found in every if any(found[0] in target for target in targets)]
     chosen = chosen or every  # names of another family
@@ -395,5 +416,5 @@ def _saved(shape: Shape, total: int, itemsize: int, lora: LoraConfig) -> float:
     if lora.is_used:
         matrices = _adapter_matrices(shape, lora)
         return sum(layers * math.prod(sizes) * saved_by_eight_bits(sizes, FLOAT32) for layers, sizes in matrices)
-    in_matrices = total - shape.layers * shape.vectors - shape.hidden
+    in_matrices = total - sum(count * layer.vectors for layer, count in shape.kinds) - shape.hidden
     return in_matrices * saved_by_eight_bits((shape.vocabulary, shape.hidden), itemsize)
