@@ -19,7 +19,8 @@ from hpc_rl.config.training.distill import DistillConfig
 from hpc_rl.config.training.finetune import FinetuneConfig
 from hpc_rl.config.training.preferences import NEEDS_NO_REFERENCE, DpoConfig, RmConfig
 from hpc_rl.formats.gpu_models import GpuModel
-from hpc_rl.plan.memory import Planned, Shapes, cache_of, cache_tokens, models_of, weights_of_engine
+from hpc_rl.plan.engines import Shapes, cache_of, cache_tokens, weights_of_engine
+from hpc_rl.plan.memory import Planned, models_of
 from hpc_rl.plan.shape import Shape
 
 MFU = (0.12, 0.55)
@@ -152,8 +153,8 @@ def operations(shape: Shape, tokens: float, length: int, passes: float, attentio
 
 def mixing(shape: Shape, length: int) -> float:
     """Return the operations of a token in a forward pass, beside matrix products with weights."""
-    attended = sum(2 * (one.queries + one.result) for one in shape.attentions)
-    return float(attended * length + sum(layer.mixer.operations for layer in shape.layers if layer.mixer))
+    attended = sum(2 * (one.queries + one.result) * min(length, one.window or length) for one in shape.attentions)
+    return float(attended + sum(layer.mixer.operations for layer in shape.layers if layer.mixer))
 
 
 def _seconds(config: Planned, parts: list[PlannedWork], gpu: GpuModel, mfu: float, bandwidth: float) -> float:

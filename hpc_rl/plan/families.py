@@ -98,7 +98,9 @@ FAMILIES: dict[str, Family] = {
     "gpt_bigcode": _GPT2,
     "gpt_neox": Family("2H 2H", "2H", biases=_ALL_BIASED, is_gated=False, is_fused=(True, False), defaults=_EVERYWHERE),
     "gpt_oss": Family(
-        attention="N", is_scored=True, defaults={"attention_bias": True, "experts_biased": True, "sliding_window_pattern": 2}
+        attention="N",
+        is_scored=True,
+        defaults={"attention_bias": True, "experts_biased": True, "sliding_window_pattern": 2},
     ),
     "granite": Family(),
     "granite_swa": Family(attention="N", is_scored=True, defaults=_TIED),
@@ -153,9 +155,7 @@ FAMILIES: dict[str, Family] = {
     "qwen3_next": Family(
         attention="2D", gate="whole", mixer="delta", defaults={"full_attention_interval": 4, "shared_gate": True}
     ),
-    "seed_oss": Family(
-        biases=("attention_bias", "attention_out_bias", "mlp_bias"), defaults={"attention_bias": True}
-    ),
+    "seed_oss": Family(biases=("attention_bias", "attention_out_bias", "mlp_bias"), defaults={"attention_bias": True}),
     "smollm3": Family(defaults=_TIED),
     "solar_open": Family(),
     "starcoder2": Family("2H 2H", "2H", biases=("use_bias",) * 3, is_gated=False, defaults=_TIED | {"use_bias": True}),

@@ -211,7 +211,9 @@ class ShardedModel:
         """Return the activations that a layer keeps if it is not computed again."""
         # The gradient of a norm's weight needs the norm's result, which adapters do not.
         numbers = (3 if self.adapters else 4) * layer.norms * self.shape.hidden + 4 * layer.working_inner
-        numbers += 2 * self._routed(layer)  # the experts' inputs, and their results, which the gradients of routers need
+        numbers += 2 * self._routed(
+            layer
+        )  # the experts' inputs, and their results, which the gradients of routers need
         return COMPUTE * tokens * numbers + self._mixed(layer, tokens)
 
     def _mixed(self, layer: LayerShape, tokens: int) -> float:

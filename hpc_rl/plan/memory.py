@@ -9,25 +9,20 @@ from dataclasses import dataclass, replace
 from hpc_rl.config.rl.generate import GenerateConfig
 from hpc_rl.config.rl.pools import Role, pool_of, pool_spec
 from hpc_rl.config.rl.ppo import PpoConfig
-from hpc_rl.config.rl.rollout import OWN_GPU, SHARED_GPU, engine_dtype, engine_spec
+from hpc_rl.config.rl.rollout import engine_spec
 from hpc_rl.config.training.common import LoraConfig, ModelConfig, OptimConfig, Sharding, TrainingConfig
 from hpc_rl.config.training.distill import DistillConfig
 from hpc_rl.config.training.finetune import FinetuneConfig
 from hpc_rl.config.training.moments import saved_by_eight_bits
 from hpc_rl.config.training.preferences import NEEDS_NO_REFERENCE, DpoConfig, RmConfig
 from hpc_rl.config.training.sharding import STATE_BYTES, auto_sharding
+from hpc_rl.plan.engines import ENGINE_BYTES, Shapes, engine_bytes, weights_of_engine
 from hpc_rl.plan.gpu_memory import COMPUTE, FLOAT32, Head, Parts, ShardedModel
 from hpc_rl.plan.shape import Shape
 
-ENGINE_BYTES = 2e9
-"""Assumed: what vLLM needs beside weights and cache, such as CUDA graphs; it keeps about as much when it sleeps."""
 ENGINE, SLEEPING, ENGINE_WEIGHTS = ENGINE_PARTS = ("engine", "sleeping engine", "weights of the engine")
 """Parts of a phase that belong to an engine in another process: while it generates, sleeps, and receives weights."""
-_NEUTRAL = {"gpu_memory_utilization", "disable_cascade_attn", "enforce_eager", "enable_prefix_caching", "seed"}
-"""Arguments of vLLM with which weights and cache of an engine are as planned."""
 Planned = FinetuneConfig | PpoConfig | GenerateConfig
-Shapes = Mapping[str, Shape]
-"""Path of a model, as in the configuration -> its shape."""
 
 
 @dataclass(frozen=True)
@@ -210,7 +205,7 @@ def _pool_phases(
     ranks: int,
 ) -> Iterator[Phase]:
     states: Parts = {role: model.waiting for role, model in held.items()}
-    awake = engine_bytes(config, shapes, gpu_bytes, shared=bool(held)) if has_engine else {}
+    awake: Parts = {ENGINE: engine_bytes(config, shapes, gpu_bytes, shared=bool(held))} if has_engine else {}
     sleeps = bool(awake and held) and not engine_spec(config).in_process
     resident = states | ({SLEEPING: ENGINE_BYTES} if sleeps else {})
 
@@ -252,59 +247,6 @@ def _one_whole(resident: Parts, held: Mapping[Role, ShardedModel]) -> tuple[Part
     extra = {role: model.states - model.waiting for role, model in held.items()}
     role = max(extra, key=lambda role: extra[role])
     return resident, {f"all of the {role}": extra[role]} if extra[role] else {}
-
-
-def engine_bytes(config: PpoConfig | GenerateConfig, shapes: Shapes, gpu_bytes: float, shared: bool) -> Parts:
-    """Return what an engine takes of a GPU while it generates. An engine in the training processes takes its weights
-    and, assumed, the cache of one response; another one takes a fixed part of the GPU.
-
-    Args:
-        shared: whether training workers use the GPU too.
-    """
-    rollout, shape = config.rollout, shapes[config.model.path]
-    if engine_spec(config).in_process:
-        return {ENGINE: weights_of_engine(config, shape) + cache_of(shape, config.data.longest)}
-    own = rollout.engine_kwargs.get(engine_spec(config).memory_argument)
-    stated = own if isinstance(own, float) else rollout.gpu_memory_utilization
-    return {ENGINE: (stated or (SHARED_GPU if shared else OWN_GPU)) * gpu_bytes}
-
-
-def cache_of(shape: Shape, length: int, itemsize: int = COMPUTE, gpus: int = 1) -> float:
-    """Return the bytes on one GPU that an engine keeps of a sequence: keys and values of its tokens, of those in the
-    window of layers with one, and the states of layers that have them.
-
-    Args:
-        gpus: those of an engine, which divide key heads and states. Each has all of a latent cache.
-    """
-    found = 0.0
-    for one in shape.attentions:
-        tokens = min(length, one.window or length)
-        found += tokens * one.cached * itemsize / (1 if one.latent else min(gpus, one.key_heads))
-    # Engines keep states in the type of the model or, of Mamba and linear attention, in float32.
-    states = sum(FLOAT32 * m.state + itemsize * m.convolution for layer in shape.layers if (m := layer.mixer))
-    return found + states / gpus
-
-
-def cache_tokens(config: PpoConfig | GenerateConfig, shapes: Shapes, gpu_bytes: float) -> float | None:
-    """Return how many tokens of the longest sequences an engine's cache can hold; negative if its weights do not fit.
-
-    Returns:
-        None if the engine's own arguments determine it.
-    """
-    shape, rollout = shapes[config.model.path], config.rollout
-    if engine_spec(config).in_process or rollout.engine_kwargs.keys() - _NEUTRAL:
-        return None
-    shared = any(pool_of(config, role) == pool_of(config, "rollout") for role in config.roles if role != "rollout")
-    rest = sum(engine_bytes(config, shapes, gpu_bytes, shared).values()) - ENGINE_BYTES
-    rest -= weights_of_engine(config, shape)
-    longest = config.data.longest
-    return rest * longest / cache_of(shape, longest, gpus=rollout.tensor_parallel_size)
-
-
-def weights_of_engine(config: PpoConfig | GenerateConfig, shape: Shape) -> float:
-    """Return the bytes of an engine's weights on one GPU."""
-    itemsize = FLOAT32 if engine_dtype(config.rollout, config.trainer.computes_on) == "float32" else COMPUTE
-    return itemsize * shape.total / config.rollout.tensor_parallel_size
 
 
 def _sync(config: PpoConfig, actor: ShardedModel, awake: Parts) -> Parts:

@@ -12,6 +12,8 @@ from typing import Any
 
 from hpc_rl.plan.families import Mixer
 
+_CHUNK = 64
+"""Tokens that a delta net computes at a time."""
 Linears = tuple[tuple[str, int, int], ...]
 
 
@@ -42,9 +44,7 @@ def total(text: str, **sizes: int) -> int:
     return found
 
 
-def mixer_of(
-    kind: Mixer, size: Callable[..., int], settings: Mapping[str, Any]
-) -> tuple[Linears, int, MixerShape]:
+def mixer_of(kind: Mixer, size: Callable[..., int], settings: Mapping[str, Any]) -> tuple[Linears, int, MixerShape]:
     """Return the linear layers of a mixer, the number of its other parameters, and its shape.
 
     Args:
@@ -77,7 +77,15 @@ def _delta(hidden: int, size: Callable[..., int], settings: Mapping[str, Any]) -
     linears = tuple((name, rows, hidden) for name, rows in names.items())
     out = "o_proj" if kind == "olmo_hybrid" else "out_proj"
     vectors = kernel * (2 * keys + values) + 2 * heads + value_size
-    shape = MixerShape(state=heads * key_size * value_size, convolution=(kernel - 1) * (2 * keys + values))
+    repeated, states = heads * key_size, heads * key_size * value_size // _CHUNK
+    shape = MixerShape(
+        kept=8 * keys + 34 * values + 32 * repeated + 4 * states + (20 * _CHUNK + 38) * heads,
+        working=5 * keys + 9 * values + 16 * repeated,
+        forward=32 * values + 36 * repeated + 4 * _CHUNK * heads,
+        operations=heads * (_CHUNK * (5 * key_size + 3 * value_size) + 6 * key_size * value_size),
+        state=heads * key_size * value_size,
+        convolution=(kernel - 1) * (2 * keys + values),
+    )
     return (*linears, (out, hidden, values)), vectors, shape
 
 
@@ -99,7 +107,11 @@ def _kimi(hidden: int, size: Callable[..., int], settings: Mapping[str, Any]) ->
         ("g_b_proj", width, head),
         ("o_proj", hidden, width),
     )
-    shape = MixerShape(state=heads * head * head, convolution=(kernel - 1) * 3 * width)
+    shape = MixerShape(
+        operations=heads * (8 * _CHUNK * head + 6 * head * head),
+        state=heads * head * head,
+        convolution=(kernel - 1) * 3 * width,
+    )
     return linears, 3 * width * kernel + width + heads + head, shape
 
 
@@ -107,9 +119,19 @@ def _lightning(hidden: int, size: Callable[..., int], settings: Mapping[str, Any
     """Lightning attention (https://arxiv.org/abs/2501.08313)."""
     heads = size("num_attention_heads")
     head = size("head_dim", hidden // heads)
-    width = heads * head
+    width, block = heads * head, size("block_size", 256)
     linears = (("qkv_proj", 3 * width, hidden), ("out_proj", hidden, width), ("output_gate", width, hidden))
-    return linears, width, MixerShape(state=heads * head * head)
+    return (
+        linears,
+        width,
+        MixerShape(
+            kept=28 * width + 2 * heads * block + 2 * width * head // block,
+            working=12 * width + 2 * hidden,
+            forward=16 * width,
+            operations=heads * (4 * block * head + 4 * head * head),
+            state=heads * head * head,
+        ),
+    )
 
 
 def _mamba(hidden: int, size: Callable[..., int], settings: Mapping[str, Any]) -> tuple[Linears, int, MixerShape]:
@@ -125,7 +147,18 @@ def _mamba(hidden: int, size: Callable[..., int], settings: Mapping[str, Any]) -
     vectors = inner * (state + 1 + kernel + 1) + rank + 2 * state
     vectors += inner if settings.get("mamba_conv_bias", True) else 0
     vectors += 2 * inner + hidden if settings.get("mamba_proj_bias") else 0
-    return linears, vectors, MixerShape(state=inner * state, convolution=(kernel - 1) * inner)
+    return (
+        linears,
+        vectors,
+        MixerShape(
+            kept=inner * (24 + 14 * state) + 8 * rank + 19 * state,
+            working=16 * inner * state,
+            forward=inner * (22 + 12 * state),
+            operations=2 * inner * state,
+            state=inner * state,
+            convolution=(kernel - 1) * inner,
+        ),
+    )
 
 
 def _mamba2(hidden: int, size: Callable[..., int], settings: Mapping[str, Any]) -> tuple[Linears, int, MixerShape]:
@@ -137,15 +170,27 @@ def _mamba2(hidden: int, size: Callable[..., int], settings: Mapping[str, Any]) 
         inner = heads * size("mamba_head_dim", 64)
     else:
         inner = size("mamba_d_ssm", size("mamba_expand", 2) * hidden)
-    mixed = inner + 2 * groups * state
+    mixed, chunk = inner + 2 * groups * state, size("mamba_chunk_size", size("chunk_size", 256))
+    shared = 8 * groups * state + 12 * heads * chunk + 8 * inner * state // chunk + 30 * heads
     linears = (("in_proj", inner + mixed + heads, hidden), ("out_proj", hidden, inner))
     vectors = kernel * mixed + 3 * heads
     vectors += mixed if settings.get("use_conv_bias" if kind_is_nemotron else "mamba_conv_bias", True) else 0
-    if settings.get("mamba_rms_norm", True):
-        vectors += inner
+    is_normed = settings.get("mamba_rms_norm", settings["model_type"] != "falcon_h1")
+    vectors += inner if is_normed else 0
     if settings.get("mamba_proj_bias") or settings.get("use_bias"):
         vectors += inner + mixed + heads + hidden
-    return linears, vectors, MixerShape(state=inner * state, convolution=(kernel - 1) * mixed)
+    return (
+        linears,
+        vectors,
+        MixerShape(
+            kept=(48 if is_normed else 35) * inner + 20 * heads * state + shared,
+            working=16 * inner + 4 * heads * state,
+            forward=32 * inner + 18 * heads * state + shared,
+            operations=2 * chunk * (heads * state + inner) + 4 * inner * state,
+            state=inner * state,
+            convolution=(kernel - 1) * mixed,
+        ),
+    )
 
 
 def _convolution(hidden: int, size: Callable[..., int], settings: Mapping[str, Any]) -> tuple[Linears, int, MixerShape]:
@@ -153,4 +198,4 @@ def _convolution(hidden: int, size: Callable[..., int], settings: Mapping[str, A
     kernel = size("conv_L_cache", 3)
     linears = (("in_proj", 3 * hidden, hidden), ("out_proj", hidden, hidden))
     vectors = hidden * kernel + (5 * hidden if settings.get("conv_bias") else 0)
-    return linears, vectors, MixerShape(convolution=(kernel - 1) * hidden)
+    return linears, vectors, MixerShape(12 * hidden, 4 * hidden, 12 * hidden, convolution=(kernel - 1) * hidden)

@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from hpc_rl.plan.memory import Phase, adapter_parameters, cache_tokens, micro_tokens, models_of, phases, placed_models
+from hpc_rl.plan.engines import cache_tokens
+from hpc_rl.plan.memory import Phase, adapter_parameters, micro_tokens, models_of, phases, placed_models
 from hpc_rl.plan.plan import plan_of
 from hpc_rl.plan.shape import shape_of
 from tests.plan.configs import SHAPES, config
