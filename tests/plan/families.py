@@ -64,6 +64,72 @@ FEW_LAYERS: dict[str, dict[str, Any]] = {
 """model_type -> settings, besides those of `few_layers`."""
 
 
+VARIANTS: dict[str, list[dict[str, Any]]] = {
+    "bamba": [{}, {"attn_layer_indices": [9, 18, 27]}],
+    "cohere2_moe": [{}, {"num_shared_experts": 2}],
+    "deepseek_v3": [{}, {"q_lora_rank": None}],
+    "dots1": [{"layer_types": ["full_attention"] * 62, "n_routed_experts": 8, "n_shared_experts": 2}],
+    "falcon_h1": [{}, {"mamba_rms_norm": True, "mamba_d_ssm": None}],
+    "gemma4_text": [
+        {},
+        {
+            **{"enable_moe_block": True, "num_experts": 8, "top_k_experts": 2, "moe_intermediate_size": 128},
+            **{"num_kv_shared_layers": 10, "use_double_wide_mlp": True, "attention_k_eq_v": True},
+            "num_global_key_value_heads": 2,
+        },
+    ],
+    "granitemoehybrid": [
+        {},
+        {"layer_types": ["mamba", "attention"] * 16, "num_local_experts": 0, "shared_intermediate_size": 8192},
+    ],
+    "hunyuan_v1_dense": [{"head_dim": 128}],
+    "hunyuan_v1_moe": [{"head_dim": 128, "num_experts": 8}],
+    "lfm2": [{}, {"full_attn_idxs": [2, 5, 8]}],
+    "lfm2_moe": [{"layer_types": ["conv", "full_attention"] * 16}],
+    "llama4_text": [{}, {"interleave_moe_layer_step": 2}],
+    "minimax_m3_vl_text": [{}, {"mlp_layer_types": [*["dense"] * 3, *["sparse"] * 57]}],
+    "ministral": [{"head_dim": 128}],
+    "nemotron_h": [{}, {"hybrid_override_pattern": "M-M*-ME"}],
+}
+"""model_type -> settings besides the defaults, if others are counted too or transformers builds no model from them."""
+
+PUBLISHED: dict[str, dict[str, Any]] = {
+    "jamba": {
+        **{"model_type": "jamba", "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32},
+        **{"num_attention_heads": 32, "num_key_value_heads": 8, "num_experts": 16, "num_experts_per_tok": 2},
+        **{"attn_layer_offset": 4, "attn_layer_period": 8, "expert_layer_offset": 1, "expert_layer_period": 2},
+        **{"mamba_d_state": 16, "mamba_dt_rank": 256, "vocab_size": 65536},
+    },
+    "kimi_linear": {
+        **{"model_type": "kimi_linear", "hidden_size": 2304, "intermediate_size": 9216, "num_hidden_layers": 27},
+        **{"num_attention_heads": 32, "num_key_value_heads": 32, "head_dim": 72, "kv_lora_rank": 512},
+        **{"qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128, "q_lora_rank": None},
+        **{"first_k_dense_replace": 1, "num_experts": 256, "num_experts_per_token": 8, "num_shared_experts": 1},
+        **{"moe_intermediate_size": 1024, "vocab_size": 163840},
+        "linear_attn_config": {
+            **{"full_attn_layers": [4, 8, 12, 16, 20, 24, 27], "head_dim": 128, "num_heads": 32},
+            **{"kda_layers": [n for n in range(1, 28) if n not in (4, 8, 12, 16, 20, 24, 27)]},
+            "short_conv_kernel_size": 4,
+        },
+    },
+    "nemotron_h": {
+        **{"model_type": "nemotron_h", "hidden_size": 4480, "intermediate_size": 15680, "num_hidden_layers": 56},
+        **{"num_attention_heads": 40, "num_key_value_heads": 8, "head_dim": 128, "mamba_num_heads": 128},
+        **{"mamba_head_dim": 80, "n_groups": 8, "ssm_state_size": 128, "conv_kernel": 4, "vocab_size": 131072},
+        "hybrid_override_pattern": "M-M-M-MM-M-M-M*-M-M-M*-M-M-M-M*-M-M-M-M*-M-MM-M-M-M-M-M-",
+    },
+    "qwen3_next": {
+        **{"model_type": "qwen3_next", "hidden_size": 2048, "intermediate_size": 5120, "num_hidden_layers": 48},
+        **{"num_attention_heads": 16, "num_key_value_heads": 2, "head_dim": 256, "full_attention_interval": 4},
+        **{"linear_num_key_heads": 16, "linear_num_value_heads": 32, "linear_key_head_dim": 128},
+        **{"linear_value_head_dim": 128, "linear_conv_kernel_dim": 4, "num_experts": 512, "num_experts_per_tok": 10},
+        **{"moe_intermediate_size": 512, "shared_expert_intermediate_size": 512, "vocab_size": 151936},
+        **{"decoder_sparse_step": 1, "mlp_only_layers": [], "tie_word_embeddings": False},
+    },
+}
+"""Settings of Jamba 1.5 Mini, Kimi-Linear-48B-A3B, Nemotron-Nano-9B-v2 and Qwen3-Next-80B-A3B."""
+
+
 def few_layers(kind: str) -> dict[str, Any]:
     """Return the settings of a model of four layers with a small vocabulary."""
     own = FEW_LAYERS[kind]
