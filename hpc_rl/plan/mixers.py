@@ -108,6 +108,9 @@ def _kimi(hidden: int, size: Callable[..., int], settings: Mapping[str, Any]) ->
         ("o_proj", hidden, width),
     )
     shape = MixerShape(
+        kept=871 * width + 5990 * heads + 4 * width * head // _CHUNK,
+        working=774 * width,
+        forward=802 * width,
         operations=heads * (8 * _CHUNK * head + 6 * head * head),
         state=heads * head * head,
         convolution=(kernel - 1) * 3 * width,

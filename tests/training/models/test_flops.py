@@ -11,6 +11,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from hpc_rl.plan.duration import operations
 from hpc_rl.plan.shape import shape_of
+from hpc_rl.training.models.attention.packed_attention import ATTENTION, register
 from hpc_rl.training.models.causal_lm import CausalLM, Flops, count_flops
 from tests.plan.families import FEW_LAYERS, few_layers
 
@@ -45,6 +46,14 @@ def test_idle_experts_do_not_count(family: str, settings: dict[str, Any], layers
     assert count_flops(CausalLM(hf)).per_token == pytest.approx(6 * (parameters - idle))
 
 
+def attend(
+    _module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, _options: Any
+) -> torch.Tensor:
+    """Multiply queries with all keys, and the products with all values: FlopCounterMode counts these two."""
+    key, value = (x.repeat_interleave(query.shape[1] // x.shape[1], dim=1) for x in (key, value))
+    return (query @ key.transpose(2, 3) @ value).transpose(1, 2)
+
+
 OFTEN = {"deepseek_v3", "falcon_h1", "nemotron_h", "qwen3_5_text"}
 
 
@@ -55,14 +64,15 @@ def test_operations_are_those_that_torch_counts(kind: str) -> None:
     """Of a forward pass, without computing it: transformers' own code on the meta device, with layers of real widths.
     The plan and perf/mfu differ in the LM head, which computes all tokens here."""
     length, settings = 512, few_layers(kind)
+    register()
     config = transformers.AutoConfig.for_model(**settings)
     with torch.device("meta"):
         hf = transformers.AutoModelForCausalLM.from_config(
-            config, attn_implementation="eager", experts_implementation="batched_mm"
+            config, attn_implementation=ATTENTION, experts_implementation="batched_mm"
         )
         counter = FlopCounterMode(display=False)
         with counter, torch.no_grad():
-            hf(input_ids=torch.zeros(1, length, dtype=torch.int64), use_cache=False)
+            hf(input_ids=torch.zeros(1, length, dtype=torch.int64), use_cache=False, attend=attend)
     counted = counter.get_total_flops()
     measured = count_flops(CausalLM(hf)).of([length], length) / 3
     planned = operations(shape_of(settings, kind), length, length, 1, 1)
