@@ -211,16 +211,15 @@ class ShardedModel:
         """Return the activations that a layer keeps if it is not computed again."""
         # The gradient of a norm's weight needs the norm's result, which adapters do not.
         numbers = (3 if self.adapters else 4) * layer.norms * self.shape.hidden + 4 * layer.working_inner
-        numbers += 2 * self._routed(
-            layer
-        )  # the experts' inputs, and their results, which the gradients of routers need
-        return COMPUTE * tokens * numbers + self._mixed(layer, tokens)
+        # The experts' inputs, and their results, which the gradients of routers need.
+        numbers += 2 * self._routed(layer)
+        sums = FLOAT32 * tokens * sum(one.heads for one in layer.attentions)
+        return COMPUTE * tokens * numbers + sums + self._mixed(layer, tokens)
 
     def _mixed(self, layer: LayerShape, tokens: int) -> float:
         """Return what attention and a mixer keep."""
         numbers = sum(self._attention(one) for one in layer.attentions)
-        found = COMPUTE * tokens * numbers + FLOAT32 * tokens * sum(one.heads for one in layer.attentions)
-        return found + (layer.mixer.kept * tokens if layer.mixer else 0)
+        return COMPUTE * tokens * numbers + (layer.mixer.kept * tokens if layer.mixer else 0)
 
     def _routed(self, layer: LayerShape) -> int:
         """Return the width of a token's copies, one for each expert that computes it; 0 without experts."""
@@ -232,7 +231,7 @@ class ShardedModel:
         keeps its input in float32 and, for the gradient of its weight, its result."""
         queries, keys, result = attention.queries, attention.keys, attention.result
         normed = (2 if self.adapters else 3) * (queries + keys) if attention.is_normed else 0
-        normed += 3 * attention.compressed
+        normed += attention.compressed + (2 * result if attention.is_multiplied else 0)
         if self.split == 1:
             return queries + result + keys + attention.values + normed
         times = math.lcm(attention.key_heads, self.split) // attention.key_heads
@@ -274,28 +273,32 @@ class ShardedModel:
         }
         numbers = (8 if again else 4) * layer.working_inner + (10 if again else 5) * shape.hidden
         numbers += (6 if again else 4) * self._routed(layer)
-        # A flash kernel's sums of exponentials are small.
-        yield beside | {
-            "activations": COMPUTE * tokens * numbers + mixed,
-            "scores of attention": self._scores(tokens),
-        }
+        yield beside | {"activations": COMPUTE * tokens * numbers + mixed}
+        numbers = (6 if again else 3) * shape.hidden
         if layer.mixer:
-            longest = min(tokens, self.longest or tokens)
-            working = layer.mixer.working * longest + COMPUTE * tokens * (6 if again else 3) * shape.hidden
-            yield beside | {"activations": mixed + working}
+            working = layer.mixer.working * self._sample(tokens)
+            yield beside | {"activations": COMPUTE * tokens * numbers + mixed + working}
+        if layer.attentions and shape.has_scores:
+            numbers += max(one.queries + one.keys + one.values + one.result for one in layer.attentions)
+            activations = COMPUTE * tokens * numbers + mixed
+            yield beside | {"activations": activations, "scores of attention": self._scores(tokens)}
 
     def _forward_of(self, layer: LayerShape, tokens: int) -> Parts:
         """Return what exists while a layer computes a pass without gradients."""
         per_H = COMPUTE * tokens * self.shape.hidden
         own = COMPUTE * tokens * (3 * layer.working_inner + 4 * self._routed(layer))
-        mixer = layer.mixer.forward * min(tokens, self.longest or tokens) if layer.mixer else 0
+        mixer = layer.mixer.forward * self._sample(tokens) if layer.mixer else 0
         return {"activations": max(own, mixer) + 4 * per_H, "scores of attention": self._scores(tokens)}
+
+    def _sample(self, tokens: int) -> int:
+        """Return the most tokens of a sample in a row."""
+        return min(tokens, self.longest or tokens)
 
     def _scores(self, tokens: int) -> float:
         """Return what soft-capped scores or sinks need for a block of queries: assumed, six times its scores."""
         if not self.shape.has_scores:
             return 0.0
-        return 6.0 * min(SCORE_BYTES, FLOAT32 * self.shape.heads * tokens * tokens)
+        return 6.0 * min(SCORE_BYTES, FLOAT32 * self.shape.heads * self._sample(tokens) ** 2)
 
     def _at_end(self) -> Parts:
         """Return what exists when the gradients of embedding and head travel, after the backward pass."""

@@ -57,7 +57,7 @@ class AttentionShape:
     latent: int = 0
     """Width of what the layer caches for a token, with multi-head latent attention; 0 otherwise."""
     compressed: int = 0
-    """Width of latent queries, keys and values with their norms' inputs; 0 without them."""
+    """Width of what training keeps to compute latent queries, keys and values; 0 without them."""
     window: int | None = None
     """Tokens to which a token attends; None for all before it."""
     shares: bool = False
@@ -313,9 +313,9 @@ class LayerReader:
             ("o_proj", hidden, heads * value),
         ]
         biases = query_rank + rank + rotary + hidden if self.found.get("attention_bias") else 0
-        attention = AttentionShape(
-            heads, heads, plain + rotary, value, latent=rank + rotary, compressed=query_rank + rank
-        )
+        # The inputs of two norms in float32, their results twice, and keys before the rotary part is added to them.
+        kept = 4 * (query_rank + rank) + heads * plain
+        attention = AttentionShape(heads, heads, plain + rotary, value, latent=rank + rotary, compressed=kept)
         return LayerShape(tuple(linears), query_rank + rank + biases, attentions=(attention,))
 
     def _mlp(self, times: int) -> LayerShape:

@@ -37,8 +37,8 @@ class Shape:
     outside_active: int = 0
     """Those of them that a token's matrix products use."""
     has_scores: bool = False
-    """Whether attention has soft-capped scores, sinks or dropout, so that training holds the scores of a block of
-    queries."""
+    """Whether attention has soft-capped scores, sinks, dropout, or values of another size than keys, so that training
+    holds the scores of a block of queries."""
     has_cap: bool = False
     """Whether the logits are soft-capped, so that the loss holds the slope of this function."""
     notes: tuple[str, ...] = field(default=(), compare=False)
@@ -116,20 +116,24 @@ def shape_of(config: Mapping[str, Any], name: str) -> Shape:
     if not reader.size("head_dim", hidden // heads):
         raise UserError(f"{name}: its config.json has {heads} attention heads for a hidden size of {hidden}")
     outside, active = _outside(family, reader)
-    kind = found["model_type"]
+    kind, layers = found["model_type"], reader.layers()
     return Shape(
         family=kind,
         hidden=hidden,
         heads=heads,
         vocabulary=vocabulary,
-        layers=reader.layers(),
+        layers=layers,
         tied=bool(found.get("tie_word_embeddings", False)),
         outside=outside,
         outside_active=active,
-        has_scores=bool(family.is_scored or found.get("attention_dropout")),
+        has_scores=bool(family.is_scored or found.get("attention_dropout")) or _has_other_values(layers),
         has_cap=bool(found.get("capped")),
         notes=() if kind in FAMILIES else (f"{name} is of type {kind or 'unknown'}, which is counted like Llama",),
     )
+
+
+def _has_other_values(layers: tuple[LayerShape, ...]) -> bool:
+    return any(one.head_size != one.value_size for layer in layers for one in layer.attentions)
 
 
 def _outside(family: Family, reader: LayerReader) -> tuple[int, int]:

@@ -145,6 +145,7 @@ def simulated_gpus(ranks: int, gpus_per_node: int = 8, where: bool = False) -> I
             mock.patch.object(compiled, "is_automatic", lambda *_: False),
             mock.patch.object(loading, "check_packing", lambda *_: None),
             mock.patch.object(routers, "_count", lambda *_: None),
+            mock.patch.object(routers.Routers, "take_metrics", lambda *_: {}),
             replaced_parts_of_torch(gpu, gpus_per_node),
             gpu.tensors,
             gpu,

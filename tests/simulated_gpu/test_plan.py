@@ -147,7 +147,7 @@ def test_plan_is_close_with_few_layers(kind: str, job: Job, small: str) -> None:
     compare(kind, replace(job, layers=FEW_LAYERS))
 
 
-def compare(kind: str, job: Job) -> None:
+def compare(kind: str, job: Job, tolerance: float = TOLERANCE) -> None:
     """Compare each phase that plan and scenario have in common, and the states."""
     traced, planned = simulate(STEPS[kind], job), plan(kind, job)
     both = {name: own for name, own in NAMES.items() if name in planned and own in traced}
@@ -160,7 +160,7 @@ def compare(kind: str, job: Job) -> None:
     for name, (found, expected) in compared.items():
         print(f"  {name}: planned {found / 1e9:.2f}, traced {expected / 1e9:.2f}, {found / expected - 1:+.1%}")
     for name, (found, expected) in compared.items():
-        assert found == pytest.approx(expected, rel=TOLERANCE), name
+        assert found == pytest.approx(expected, rel=tolerance), name
 
 
 def plan(kind: str, job: Job) -> dict[str, float]:
