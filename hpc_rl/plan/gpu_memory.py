@@ -59,6 +59,8 @@ class ShardedModel:
     """Number of ranks that compute a row together. Tokens are those of one rank's slice."""
     ranks: int = 2
     """Number of all ranks that have the model. A single rank with `sharding` none uses no FSDP."""
+    beside_head: float = 0.0
+    """Bytes of weights that a teacher has gathered while the head computes."""
     longest: int = 0
     """Most tokens of a sample, which a layer with a state computes at a time; 0 for those of a row."""
 
@@ -114,6 +116,11 @@ class ShardedModel:
     def on_host(self) -> float:
         """Bytes of host memory in which a rank keeps what is not on the GPU."""
         return {"none": 0.0, "optimizer": self.moments, "all": self.states - self._packed()}[self.offload]
+
+    @property
+    def gathered_root(self) -> float:
+        """Bytes of the weights outside of the layers while they are gathered."""
+        return 0.0 if self.is_alone else COMPUTE * self.root
 
     def inputs(self, tokens: int) -> tuple[int, int]:
         """Return the bytes of a block of host memory that holds a layer's input, and the number of such blocks per
@@ -251,6 +258,7 @@ class ShardedModel:
             "gradients": self._gradients(),
             "saved activations": self._saved(tokens, len(shape.layers)),
             "activations": 6 * COMPUTE * tokens * shape.hidden,
+            "gathered weights of the teacher": self.beside_head,
         }
         if self.head == "value":
             return found

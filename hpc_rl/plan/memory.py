@@ -148,6 +148,7 @@ def _finetune_phases(config: FinetuneConfig, shapes: Shapes, gpu_bytes: float) -
         name, frozen, stays = other
         if stays:
             held[name] = whole[name] = frozen.states
+            policy = replace(policy, beside_head=frozen.gathered_root if name == "teacher" else 0.0)
         else:
             yield Phase(name, {name: frozen.states}, frozen.forward(tokens), computes=True)
     yield Phase("load", whole, {})

@@ -111,6 +111,8 @@ def test_reward_model_has_no_logits() -> None:
 def test_distillation_holds_the_teacher() -> None:
     job = config("distill", "teacher.path=/other")
     assert planned(job)["update"].resident["teacher"] == 2 * SHAPES["/other"].total / 8
+    root = 2 * (2 * 152064 * 3584 + 3584)
+    assert planned(job)["update"].working["gathered weights of the teacher"] == root
     apart = config("distill", "teacher.path=/other", "teacher.ranks_per_node=2")
     assert planned(apart)["update"].resident == {"model": 12 * P / 6}
 

@@ -1,5 +1,5 @@
-"""What training keeps of a token in layers with a state, against what transformers' own code keeps on the CPU in
-bfloat16, without kernels. tests/simulated_gpu compares whole steps."""
+"""Parts of a plan against what the same code allocates on a CPU: layers with a state, as transformers computes them in
+bfloat16 without kernels, and the loss of distillation. tests/simulated_gpu compares whole steps."""
 
 from __future__ import annotations
 
@@ -12,8 +12,10 @@ import transformers
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from hpc_rl.algorithms.divergences import DIVERGENCES
 from hpc_rl.formats.model_kind import MIXERS
 from hpc_rl.plan.shape import shape_of
+from hpc_rl.training.models.distill_head import Terms, distillation_sum, live
 
 _PLAIN = {"num_attention_heads": 4, "num_key_value_heads": 4, "intermediate_size": 32}
 _DELTA = {
@@ -47,7 +49,7 @@ class Traced(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.live = 0
+        self.live = self.peak = 0
         self._bytes: dict[int, int] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -58,6 +60,7 @@ class Traced(TorchDispatchMode):
                 if storage._cdata not in self._bytes:
                     self._bytes[storage._cdata] = storage.nbytes()
                     self.live += storage.nbytes()
+                    self.peak = max(self.peak, self.live)
                     weakref.finalize(storage, self._freed, storage._cdata)
         return out
 
@@ -94,3 +97,21 @@ def test_activations_of_a_token(kind: str) -> None:
     per_token = (kept(mixer, 64, many) - kept(mixer, 64, few)) / (many - few)
     planned = next(layer.mixer for layer in shape_of(settings, kind).layers if layer.mixer)
     assert planned.kept == pytest.approx(per_token, rel=0.05)
+
+
+@pytest.mark.parametrize(("student", "teacher"), [(None, None), (30.0, None), (None, 30.0), (30.0, 30.0)])
+@pytest.mark.parametrize("temperature", [1.0, 2.0])
+@pytest.mark.parametrize("divergence", list(DIVERGENCES))
+def test_the_loss_of_distillation(
+    divergence: str, temperature: float, student: float | None, teacher: float | None
+) -> None:
+    """A chunk is a quarter of another loss's, and the plan has three matrices of that size, and one more with a cap."""
+    positions, vocabulary, hidden = 16, 5000, 8
+    inputs, weight = (torch.zeros(n, hidden, requires_grad=True) for n in (positions, vocabulary))
+    targets = torch.zeros(positions, dtype=torch.int64)
+    with Traced() as traced:
+        teaching = live(inputs.detach(), weight.detach(), temperature, None, teacher)
+        terms = Terms(divergence, 0.5, temperature, 0.1)
+        distillation_sum(inputs, weight, targets, teaching, terms, softcap=student)
+    matrices = (traced.peak - 4 * vocabulary * hidden) / (4 * positions * vocabulary)
+    assert matrices <= 4 * (3 + (student is not None))
