@@ -135,3 +135,11 @@ def few_layers(kind: str) -> dict[str, Any]:
     own = FEW_LAYERS[kind]
     layers = {} if kind in ("longcat_flash", "nemotron_h") else {"num_hidden_layers": 5 if kind == "kimi_linear" else 4}
     return {"model_type": kind, "vocab_size": 32000, "pad_token_id": 0, **layers, **own}
+
+
+def config_json(kind: str) -> dict[str, Any]:
+    """Return the contents of the config.json of such a model."""
+    from transformers import AutoConfig
+
+    found: dict[str, Any] = AutoConfig.for_model(**few_layers(kind)).to_dict()
+    return found

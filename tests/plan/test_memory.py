@@ -11,7 +11,7 @@ from hpc_rl.plan.memory import Phase, adapter_parameters, micro_tokens, models_o
 from hpc_rl.plan.plan import plan_of
 from hpc_rl.plan.shape import shape_of
 from tests.plan.configs import SHAPES, config
-from tests.plan.families import few_layers
+from tests.plan.families import config_json
 
 P = SHAPES["/7b"].total
 CRITIC = SHAPES["/7b"].total_as_classifier
@@ -160,14 +160,14 @@ def test_the_cache_of_layers_with_windows_latents_and_states() -> None:
     """A window keeps its tokens only, a latent is whole on each GPU, and a state does not grow."""
     assert cache_of(SHAPES["/7b"], 1000) == 1000 * 2 * 28 * 512 * 2
     assert cache_of(SHAPES["/7b"], 1000, gpus=8) == 1000 * 2 * 28 * 512 * 2 / 4
-    windows = shape_of(few_layers("gpt_oss"), "m")
+    windows = shape_of(config_json("gpt_oss"), "m")
     assert cache_of(windows, 1000) == 2 * (1000 + 128) * 2 * 8 * 64 * 2
-    latent = shape_of(few_layers("deepseek_v3"), "m")
+    latent = shape_of(config_json("deepseek_v3"), "m")
     assert cache_of(latent, 1000, gpus=8) == 1000 * 4 * (512 + 64) * 2
-    states = shape_of(few_layers("qwen3_5_text"), "m")
+    states = shape_of(config_json("qwen3_5_text"), "m")
     own = 3 * (4 * 32 * 128 * 128 + 2 * 3 * (2 * 2048 + 4096))
     assert cache_of(states, 1000) == 1000 * 2 * 4 * 256 * 2 + own
-    shared = shape_of({**few_layers("gemma4_text"), "num_kv_shared_layers": 2}, "m")
+    shared = shape_of({**config_json("gemma4_text"), "num_kv_shared_layers": 2}, "m")
     assert cache_of(shared, 100) == 100 * 2 * 2 * 4 * 256 * 2
 
 

@@ -75,7 +75,7 @@ def test_operations_are_those_that_torch_counts(kind: str) -> None:
             hf(input_ids=torch.zeros(1, length, dtype=torch.int64), use_cache=False, attend=attend)
     counted = counter.get_total_flops()
     measured = count_flops(CausalLM(hf)).of([length], length) / 3
-    planned = operations(shape_of(settings, kind), length, length, 1, 1)
+    planned = operations(shape_of(config.to_dict(), kind), length, length, 1, 1)
     print(f"  {kind}: perf/mfu {measured / counted - 1:+.1%}, plan {planned / counted - 1:+.1%}")
     assert measured == pytest.approx(counted, rel=0.1)
     assert planned == pytest.approx(counted, rel=0.1)
