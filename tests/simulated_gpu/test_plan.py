@@ -13,7 +13,7 @@ import pytest
 from hpc_rl.config.base import Section
 from hpc_rl.plan.memory import phases
 from hpc_rl.plan.shape import shape_of
-from tests.plan.families import FEW_LAYERS, config_json
+from tests.plan import families
 from tests.simulated_gpu.patches import GPU_BYTES
 from tests.simulated_gpu.process import simulate
 from tests.simulated_gpu.scenarios import Job, config_of, dpo_step, rl_step, sft_step
@@ -168,7 +168,7 @@ def plan(kind: str, job: Job) -> dict[str, float]:
     """Return the planned peak of each phase, without an engine."""
     config: Any = config_of(job, kind)
     assert isinstance(config, Section)
-    settings = config_json(job.shape) if job.shape in FEW_LAYERS else sizes(job.shape, job.layers)
+    settings = families.config_json(job.shape) if job.shape in families.FEW_LAYERS else sizes(job.shape, job.layers)
     shapes = {"/model": shape_of(settings, job.shape)}
     return {
         phase.name: phase.peak - phase.resident.get("sleeping engine", 0.0)
