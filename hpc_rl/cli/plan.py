@@ -86,7 +86,7 @@ def _lines(
 
     trainer = config.trainer
     for path, shape in shapes.items():
-        active = f", {shape.active / 1e9:.3g} of them for each token" if shape.experts else ""
+        active = f", {shape.active / 1e9:.3g} of them for each token" if shape.has_experts else ""
         yield f"{path}: {shape.total / 1e9:.3g} x 10^9 parameters{active}"
         yield from (f"  {note}" for note in shape.notes)
     nodes = counted(trainer.nnodes, "node")

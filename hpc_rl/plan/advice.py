@@ -14,7 +14,8 @@ from hpc_rl.config.rl.generate import GenerateConfig
 from hpc_rl.config.rl.ppo import PpoConfig
 from hpc_rl.config.rl.rollout import SHARED_GPU
 from hpc_rl.config.tree import put
-from hpc_rl.plan.memory import Planned, Shapes, models_of
+from hpc_rl.plan.engines import Shapes
+from hpc_rl.plan.memory import Planned, models_of
 from hpc_rl.plan.plan import fits, plan_of
 from hpc_rl.plan.rows import MICRO_TOKENS, least
 

@@ -19,7 +19,8 @@ from hpc_rl.config.training.distill import DistillConfig
 from hpc_rl.config.training.finetune import FinetuneConfig
 from hpc_rl.config.training.preferences import NEEDS_NO_REFERENCE, DpoConfig, RmConfig
 from hpc_rl.formats.gpu_models import GpuModel
-from hpc_rl.plan.memory import Planned, Shapes, cache_tokens, models_of, weights_of_engine
+from hpc_rl.plan.engines import Shapes, cache_of, cache_tokens, weights_of_engine
+from hpc_rl.plan.memory import Planned, models_of
 from hpc_rl.plan.shape import Shape
 
 MFU = (0.12, 0.55)
@@ -147,7 +148,13 @@ def operations(shape: Shape, tokens: float, length: int, passes: float, attentio
         head: whether the LM head computes each token.
     """
     weights = shape.active - (0 if head else shape.embedding)
-    return tokens * (2 * passes * weights + 4 * attention * shape.layers * shape.queries * length)
+    return tokens * (2 * passes * weights + attention * mixing(shape, length))
+
+
+def mixing(shape: Shape, length: int) -> float:
+    """Return the operations of a token in a forward pass, beside matrix products with weights."""
+    attended = sum(2 * (one.queries + one.result) * min(length, one.window or length) for one in shape.attentions)
+    return float(attended + sum(layer.mixer.operations for layer in shape.layers if layer.mixer))
 
 
 def _seconds(config: Planned, parts: list[PlannedWork], gpu: GpuModel, mfu: float, bandwidth: float) -> float:
@@ -213,7 +220,7 @@ def _generation(config: PpoConfig | GenerateConfig, shapes: Shapes, memory: floa
     share = max(1.0, items * parallel / gpus)
     limit = cache_tokens(config, shapes, memory)
     at_once = min(share, rollout.max_num_seqs, share if limit is None else max(1.0, limit / cached))
-    own_cache = cached * shape.cache_bytes() / min(parallel, shape.key_heads)
+    own_cache = cache_of(shape, int(cached), gpus=parallel)
     step_bytes = weights_of_engine(config, shape) + at_once * own_cache
     new = float(items * data.max_response_length)
     yield PlannedWork(
@@ -225,6 +232,7 @@ def _generation(config: PpoConfig | GenerateConfig, shapes: Shapes, memory: floa
 
 
 def _training(config: FinetuneConfig | PpoConfig, shape: Shape, tokens: float, length: int, has_head: bool) -> float:
-    again = RECOMPUTED * len(recomputed_layers(config.model.enable_gradient_checkpointing, shape.layers)) / shape.layers
+    layers = len(shape.layers)
+    again = RECOMPUTED * len(recomputed_layers(config.model.enable_gradient_checkpointing, layers)) / layers
     passes = FROZEN if config.model.lora.is_used else TRAINED
     return operations(shape, tokens, length, passes + again, TRAINED + again, has_head)

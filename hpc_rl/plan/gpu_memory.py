@@ -9,11 +9,12 @@ Q all query heads, K all key heads, V vocabulary, C positions of one chunk of lo
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
 from hpc_rl.config.training.common import OFFLOAD_BYTES, Offload, Recompute, Sharding, recomputed_layers
+from hpc_rl.plan.layers import AttentionShape, LayerShape
 from hpc_rl.plan.shape import Shape
 
 COMPUTE = 2
@@ -58,6 +59,10 @@ class ShardedModel:
     """Number of ranks that compute a row together. Tokens are those of one rank's slice."""
     ranks: int = 2
     """Number of all ranks that have the model. A single rank with `sharding` none uses no FSDP."""
+    beside_head: float = 0.0
+    """Bytes of weights that a teacher has gathered while the head computes."""
+    longest: int = 0
+    """Most tokens of a sample, which a layer with a state computes at a time; 0 for those of a row."""
 
     @property
     def total(self) -> int:
@@ -112,6 +117,11 @@ class ShardedModel:
         """Bytes of host memory in which a rank keeps what is not on the GPU."""
         return {"none": 0.0, "optimizer": self.moments, "all": self.states - self._packed()}[self.offload]
 
+    @property
+    def gathered_root(self) -> float:
+        """Bytes of the weights outside of the layers while they are gathered."""
+        return 0.0 if self.is_alone else COMPUTE * self.root
+
     def inputs(self, tokens: int) -> tuple[int, int]:
         """Return the bytes of a block of host memory that holds a layer's input, and the number of such blocks per
         rank. torch rounds page-locked memory up to a power of two."""
@@ -123,19 +133,16 @@ class ShardedModel:
         """Return the peak of a pass without gradients over so many tokens."""
         shape, gathered = self.shape, self._gathered()
         per_H = COMPUTE * tokens * shape.hidden
-        own = COMPUTE * tokens * (3 * shape.working_inner + 4 * shape.routed)
-        inside = gathered | {"activations": own + 4 * per_H, "scores of attention": self._scores(tokens)}
+        inside = [gathered | self._forward_of(layer, tokens) for layer, _ in shape.kinds]
         if self.head == "value":
-            return largest(self._at_start(), inside)
+            return largest(self._at_start(), *inside)
         logits = self._chunk(tokens)
-        return largest(self._at_start(), inside, gathered | {"logits": logits, "activations": 4 * per_H})
+        return largest(self._at_start(), *inside, gathered | {"logits": logits, "activations": 4 * per_H})
 
     def update(self, tokens: int) -> Parts:
         """Return the peak of forward pass, backward pass and optimizer step, with so many tokens in a micro-batch."""
         start = self._at_start() | {"gradients": self._gradients()}
-        # The last layer may keep its activations while the one before it is computed again.
-        last = range(self.shape.layers - 1, -1, -1)[:2]
-        inside = [self._in_layer(tokens, layer) for layer in last]
+        inside = [moment for number in self._last() for moment in self._in_layer(tokens, number)]
         moments = [start, self._at_head(tokens), *inside, self._at_end()]
         if self.offload != "none":
             moments.append({"gradients": self._gradients(), "moments": min(self.moments, 2.0 * OFFLOAD_BYTES)})
@@ -147,7 +154,7 @@ class ShardedModel:
         return self._packed() + self.itemsize * divided / self.shards
 
     def _packed_weights(self) -> int:
-        return sum(layers * _weights(linears) for layers, linears in self.shape.kinds)
+        return sum(count * layer.in_linears for layer, count in self.shape.kinds)
 
     def _packed(self) -> float:
         """Return the bytes of weights in 4 bits, which each rank holds whole, with their scales: 4 + 8 / 64 +
@@ -160,8 +167,9 @@ class ShardedModel:
             converted = self.total - (self._packed_weights() if self.four_bit else 0)
             return {"weights in bfloat16": COMPUTE * (self.adapters + (converted if self.itemsize == FLOAT32 else 0))}
         if self.sharding in ("full", "hybrid"):
-            return {"gathered weights": COMPUTE * (self.root + 2 * self._layer())}
-        return {"gathered weights": COMPUTE * (self.root + self.shape.layers * self._layer())}
+            return {"gathered weights": COMPUTE * (self.root + self._two_layers())}
+        packed = self._packed_weights() if self.four_bit else 0
+        return {"gathered weights": COMPUTE * (self.root + self.adapters + self.shape.blocks - packed)}
 
     def _at_start(self) -> Parts:
         """Return what exists when FSDP gathers embedding, head and first layer: what arrives, and its copy."""
@@ -170,39 +178,71 @@ class ShardedModel:
         return {"gathered weights": 2 * COMPUTE * (self.root + self._layer())}
 
     def _layer(self) -> float:
-        """Return the parameters of a layer that FSDP gathers."""
-        own = self.adapters / self.shape.layers
-        return own + self.shape.layer - (_weights(self.shape.linears) if self.four_bit else 0)
+        """Return the parameters of the largest layer that FSDP gathers."""
+        return max(self._gathered_of(layer) for layer, _ in self.shape.kinds)
+
+    def _two_layers(self) -> float:
+        """Return the parameters of the largest two neighbours that FSDP gathers."""
+        sizes = [self._gathered_of(layer) for layer in self.shape.layers]
+        return max(map(sum, zip(sizes, [*sizes[1:], sizes[0]], strict=True)))
+
+    def _gathered_of(self, layer: LayerShape) -> float:
+        own = self.adapters / len(self.shape.layers)
+        return own + layer.parameters - (layer.in_linears if self.four_bit else 0)
 
     @property
     def _recomputed(self) -> range:
         """The numbers of the layers that are computed again."""
-        return recomputed_layers(self.recompute, self.shape.layers)
+        return recomputed_layers(self.recompute, len(self.shape.layers))
+
+    def _last(self) -> Iterator[int]:
+        """Yield the numbers of the last layer of each kind that is computed again, and of each that is not: a layer may
+        keep its activations while the one before it is computed again."""
+        found = {}
+        for number, layer in enumerate(self.shape.layers):
+            found[id(layer), number in self._recomputed] = number
+        yield from found.values()
 
     def _saved(self, tokens: int, layers: int) -> float:
         """Return the activations that so many of the first layers keep for the backward pass."""
         again = sum(number < layers for number in self._recomputed)
         on_gpu = min(again, 2) if self.inputs_on_host else again
-        return on_gpu * COMPUTE * tokens * self.shape.hidden + (layers - again) * self._kept(tokens)
+        kept = {id(layer): self._kept(layer, tokens) for layer, _ in self.shape.kinds}
+        whole = (kept[id(layer)] for number, layer in enumerate(self.shape.layers[:layers]) if not self._again(number))
+        return on_gpu * COMPUTE * tokens * self.shape.hidden + sum(whole)
 
-    def _kept(self, tokens: int) -> float:
+    def _again(self, number: int) -> bool:
+        return number in self._recomputed
+
+    def _kept(self, layer: LayerShape, tokens: int) -> float:
         """Return the activations that a layer keeps if it is not computed again."""
-        shape = self.shape
         # The gradient of a norm's weight needs the norm's result, which adapters do not.
-        numbers = (6 if self.adapters else 8) * shape.hidden + 4 * shape.working_inner + self._attention()
-        numbers += 2 * shape.routed  # the experts' inputs, and their results, which the gradients of routers need
-        return COMPUTE * tokens * numbers + FLOAT32 * tokens * shape.heads
+        numbers = (3 if self.adapters else 4) * layer.norms * self.shape.hidden + 4 * layer.working_inner
+        # The experts' inputs, and their results, which the gradients of routers need.
+        numbers += 2 * self._routed(layer)
+        sums = FLOAT32 * tokens * sum(one.heads for one in layer.attentions)
+        return COMPUTE * tokens * numbers + sums + self._mixed(layer, tokens)
 
-    def _attention(self) -> int:
+    def _mixed(self, layer: LayerShape, tokens: int) -> float:
+        """Return what attention and a mixer keep."""
+        numbers = sum(self._attention(one) for one in layer.attentions)
+        return COMPUTE * tokens * numbers + (layer.mixer.kept * tokens if layer.mixer else 0)
+
+    def _routed(self, layer: LayerShape) -> int:
+        """Return the width of a token's copies, one for each expert that computes it; 0 without experts."""
+        return layer.experts.active * self.shape.hidden if layer.experts else 0
+
+    def _attention(self, attention: AttentionShape) -> int:
         """Return the width of what attention keeps for one token: its inputs and its result. Ranks that share rows have
         the result twice, before and after they exchange it, and repeated keys and values. A norm of queries and keys
         keeps its input in float32 and, for the gradient of its weight, its result."""
-        shape = self.shape
-        normed = (2 if self.adapters else 3) * (shape.queries + shape.keys) if shape.has_qk_norm else 0
+        queries, keys, result = attention.queries, attention.keys, attention.result
+        normed = (2 if self.adapters else 3) * (queries + keys) if attention.is_normed else 0
+        normed += attention.compressed + (2 * result if attention.is_multiplied else 0)
         if self.split == 1:
-            return 2 * shape.queries + 2 * shape.keys + normed
-        times = math.lcm(shape.key_heads, self.split) // shape.key_heads
-        return 3 * shape.queries + 2 * times * shape.keys + normed
+            return queries + result + keys + attention.values + normed
+        times = math.lcm(attention.key_heads, self.split) // attention.key_heads
+        return queries + 2 * result + times * (keys + attention.values) + normed
 
     def _chunk(self, tokens: int) -> float:
         rows = FLOAT32 * self.shape.vocabulary
@@ -216,8 +256,9 @@ class ShardedModel:
         gathered = self._gathered() if whole else {"gathered weights": COMPUTE * (self.root + self._layer())}
         found = gathered | {
             "gradients": self._gradients(),
-            "saved activations": self._saved(tokens, shape.layers),
+            "saved activations": self._saved(tokens, len(shape.layers)),
             "activations": 6 * COMPUTE * tokens * shape.hidden,
+            "gathered weights of the teacher": self.beside_head,
         }
         if self.head == "value":
             return found
@@ -227,27 +268,45 @@ class ShardedModel:
             "gradients of the head": FLOAT32 * shape.embedding if trains_head else 0,
         }
 
-    def _in_layer(self, tokens: int, layer: int) -> Parts:
-        """Return what exists in the backward pass of a layer's MLP."""
-        shape = self.shape
-        again = layer in self._recomputed
-        inside = (8 if again else 4) * shape.working_inner + (10 if again else 5) * shape.hidden
-        inside += self._attention() if again else 0
-        inside += (6 if again else 4) * shape.routed
+    def _in_layer(self, tokens: int, number: int) -> Iterator[Parts]:
+        """Yield what exists in the backward pass of a layer's MLP, and in that of its mixer."""
+        shape, layer = self.shape, self.shape.layers[number]
+        again = self._again(number)
+        mixed = self._mixed(layer, tokens) if again else 0.0
         trains_head = self.head != "value" and not self.adapters
-        return self._gathered() | {
-            "gradients": self._gradients() + self._travelling(),
+        beside = self._gathered() | {
+            "gradients": self._gradients() + self._travelling(layer),
             "gradients of the head": COMPUTE * shape.embedding if trains_head else 0,
-            "saved activations": self._saved(tokens, layer + 1),
-            "activations": COMPUTE * tokens * inside,
-            "scores of attention": self._scores(tokens),
+            "saved activations": self._saved(tokens, number + 1),
         }
+        numbers = (8 if again else 4) * layer.working_inner + (10 if again else 5) * shape.hidden
+        numbers += (6 if again else 4) * self._routed(layer)
+        yield beside | {"activations": COMPUTE * tokens * numbers + mixed}
+        numbers = (6 if again else 3) * shape.hidden
+        if layer.mixer:
+            working = layer.mixer.working * self._sample(tokens)
+            yield beside | {"activations": COMPUTE * tokens * numbers + mixed + working}
+        if layer.attentions and shape.has_scores:
+            numbers += max(one.queries + one.keys + one.values + one.result for one in layer.attentions)
+            activations = COMPUTE * tokens * numbers + mixed
+            yield beside | {"activations": activations, "scores of attention": self._scores(tokens)}
+
+    def _forward_of(self, layer: LayerShape, tokens: int) -> Parts:
+        """Return what exists while a layer computes a pass without gradients."""
+        per_H = COMPUTE * tokens * self.shape.hidden
+        own = COMPUTE * tokens * (3 * layer.working_inner + 4 * self._routed(layer))
+        mixer = layer.mixer.forward * self._sample(tokens) if layer.mixer else 0
+        return {"activations": max(own, mixer) + 4 * per_H, "scores of attention": self._scores(tokens)}
+
+    def _sample(self, tokens: int) -> int:
+        """Return the most tokens of a sample in a row."""
+        return min(tokens, self.longest or tokens)
 
     def _scores(self, tokens: int) -> float:
         """Return what soft-capped scores or sinks need for a block of queries: assumed, six times its scores."""
         if not self.shape.has_scores:
             return 0.0
-        return 6.0 * min(SCORE_BYTES, FLOAT32 * self.shape.heads * tokens * tokens)
+        return 6.0 * min(SCORE_BYTES, FLOAT32 * self.shape.heads * self._sample(tokens) ** 2)
 
     def _at_end(self) -> Parts:
         """Return what exists when the gradients of embedding and head travel, after the backward pass."""
@@ -267,17 +326,12 @@ class ShardedModel:
             return itemsize * trained / self.shards
         return float(FLOAT32 * trained)
 
-    def _travelling(self) -> float:
+    def _travelling(self, layer: LayerShape) -> float:
         """Return the gradient of a layer while ranks exchange it, and that of the next one's first matrix."""
         if self.adapters:
-            return FLOAT32 * self.adapters / self.shape.layers
-        if self.is_alone:
-            return COMPUTE * self.shape.hidden * self.shape.inner
-        return FLOAT32 * self.shape.layer + COMPUTE * self.shape.hidden * self.shape.inner
-
-
-def _weights(linears: Mapping[str, tuple[int, int]]) -> int:
-    return sum(rows * columns for rows, columns in linears.values())
+            return FLOAT32 * self.adapters / len(self.shape.layers)
+        first = COMPUTE * self.shape.hidden * layer.inner
+        return first if self.is_alone else FLOAT32 * self.shape.largest.parameters + first
 
 
 def largest(*moments: Mapping[str, float]) -> Parts:

@@ -9,25 +9,20 @@ from dataclasses import dataclass, replace
 from hpc_rl.config.rl.generate import GenerateConfig
 from hpc_rl.config.rl.pools import Role, pool_of, pool_spec
 from hpc_rl.config.rl.ppo import PpoConfig
-from hpc_rl.config.rl.rollout import OWN_GPU, SHARED_GPU, engine_dtype, engine_spec
+from hpc_rl.config.rl.rollout import engine_spec
 from hpc_rl.config.training.common import LoraConfig, ModelConfig, OptimConfig, Sharding, TrainingConfig
 from hpc_rl.config.training.distill import DistillConfig
 from hpc_rl.config.training.finetune import FinetuneConfig
 from hpc_rl.config.training.moments import saved_by_eight_bits
 from hpc_rl.config.training.preferences import NEEDS_NO_REFERENCE, DpoConfig, RmConfig
 from hpc_rl.config.training.sharding import STATE_BYTES, auto_sharding
+from hpc_rl.plan.engines import ENGINE_BYTES, Shapes, engine_bytes, weights_of_engine
 from hpc_rl.plan.gpu_memory import COMPUTE, FLOAT32, Head, Parts, ShardedModel
 from hpc_rl.plan.shape import Shape
 
-ENGINE_BYTES = 2e9
-"""Assumed: what vLLM needs beside weights and cache, such as CUDA graphs; it keeps about as much when it sleeps."""
 ENGINE, SLEEPING, ENGINE_WEIGHTS = ENGINE_PARTS = ("engine", "sleeping engine", "weights of the engine")
 """Parts of a phase that belong to an engine in another process: while it generates, sleeps, and receives weights."""
-_NEUTRAL = {"gpu_memory_utilization", "disable_cascade_attn", "enforce_eager", "enable_prefix_caching", "seed"}
-"""Arguments of vLLM with which weights and cache of an engine are as planned."""
 Planned = FinetuneConfig | PpoConfig | GenerateConfig
-Shapes = Mapping[str, Shape]
-"""Path of a model, as in the configuration -> its shape."""
 
 
 @dataclass(frozen=True)
@@ -153,6 +148,7 @@ def _finetune_phases(config: FinetuneConfig, shapes: Shapes, gpu_bytes: float) -
         name, frozen, stays = other
         if stays:
             held[name] = whole[name] = frozen.states
+            policy = replace(policy, beside_head=frozen.gathered_root if name == "teacher" else 0.0)
         else:
             yield Phase(name, {name: frozen.states}, frozen.forward(tokens), computes=True)
     yield Phase("load", whole, {})
@@ -166,10 +162,12 @@ def _frozen_beside(config: FinetuneConfig, shapes: Shapes, ranks: Ranks) -> tupl
         if config.model.lora.is_used and config.ref.path is None:
             return None  # the model without its adapters
         shape = shapes[config.ref.path or config.model.path]
-        return "reference", _frozen(shape, "logprobs", config.trainer, ranks), not config.ref.precompute_logprobs
+        frozen = replace(_frozen(shape, "logprobs", config.trainer, ranks), longest=config.data.longest)
+        return "reference", frozen, not config.ref.precompute_logprobs
     if isinstance(config, DistillConfig) and config.teacher.ranks_per_node is None:
         shape = shapes[config.teacher.path]
-        return "teacher", _frozen(shape, "logprobs", config.trainer, ranks), not config.teacher.precompute_top_k
+        frozen = replace(_frozen(shape, "logprobs", config.trainer, ranks), longest=config.data.longest)
+        return "teacher", frozen, not config.teacher.precompute_top_k
     return None
 
 
@@ -178,7 +176,8 @@ def _policy(config: FinetuneConfig, shapes: Shapes, gpu_bytes: float) -> Sharded
     if isinstance(config, DpoConfig | DistillConfig):
         head = "logprobs"
     ranks = _finetune_ranks(config, gpu_bytes)
-    return _trained(shapes[config.model.path], head, config.model, config.optim, config.trainer, ranks)
+    policy = _trained(shapes[config.model.path], head, config.model, config.optim, config.trainer, ranks)
+    return replace(policy, longest=config.data.longest)
 
 
 def _finetune_ranks(config: FinetuneConfig, gpu_bytes: float) -> Ranks:
@@ -207,7 +206,7 @@ def _pool_phases(
     ranks: int,
 ) -> Iterator[Phase]:
     states: Parts = {role: model.waiting for role, model in held.items()}
-    awake = engine_bytes(config, shapes, gpu_bytes, shared=bool(held)) if has_engine else {}
+    awake: Parts = {ENGINE: engine_bytes(config, shapes, gpu_bytes, shared=bool(held))} if has_engine else {}
     sleeps = bool(awake and held) and not engine_spec(config).in_process
     resident = states | ({SLEEPING: ENGINE_BYTES} if sleeps else {})
 
@@ -251,42 +250,6 @@ def _one_whole(resident: Parts, held: Mapping[Role, ShardedModel]) -> tuple[Part
     return resident, {f"all of the {role}": extra[role]} if extra[role] else {}
 
 
-def engine_bytes(config: PpoConfig | GenerateConfig, shapes: Shapes, gpu_bytes: float, shared: bool) -> Parts:
-    """Return what an engine takes of a GPU while it generates. An engine in the training processes takes its weights
-    and, assumed, the cache of one response; another one takes a fixed part of the GPU.
-
-    Args:
-        shared: whether training workers use the GPU too.
-    """
-    rollout, shape = config.rollout, shapes[config.model.path]
-    if engine_spec(config).in_process:
-        return {ENGINE: weights_of_engine(config, shape) + config.data.longest * shape.cache_bytes()}
-    own = rollout.engine_kwargs.get(engine_spec(config).memory_argument)
-    stated = own if isinstance(own, float) else rollout.gpu_memory_utilization
-    return {ENGINE: (stated or (SHARED_GPU if shared else OWN_GPU)) * gpu_bytes}
-
-
-def cache_tokens(config: PpoConfig | GenerateConfig, shapes: Shapes, gpu_bytes: float) -> float | None:
-    """Return how many tokens an engine's KV cache can hold; negative if its weights do not fit.
-
-    Returns:
-        None if the engine's own arguments determine it, or if the cache has another form.
-    """
-    shape, rollout = shapes[config.model.path], config.rollout
-    if engine_spec(config).in_process or shape.has_window or rollout.engine_kwargs.keys() - _NEUTRAL:
-        return None
-    shared = any(pool_of(config, role) == pool_of(config, "rollout") for role in config.roles if role != "rollout")
-    rest = sum(engine_bytes(config, shapes, gpu_bytes, shared).values()) - ENGINE_BYTES
-    rest -= weights_of_engine(config, shape)
-    return rest / (shape.cache_bytes() / min(rollout.tensor_parallel_size, shape.key_heads))
-
-
-def weights_of_engine(config: PpoConfig | GenerateConfig, shape: Shape) -> float:
-    """Return the bytes of an engine's weights on one GPU."""
-    itemsize = FLOAT32 if engine_dtype(config.rollout, config.trainer.computes_on) == "float32" else COMPUTE
-    return itemsize * shape.total / config.rollout.tensor_parallel_size
-
-
 def _sync(config: PpoConfig, actor: ShardedModel, awake: Parts) -> Parts:
     """Return what exists while engines receive weights: a bucket, a whole tensor, and the weights of an engine that
     shares the GPU."""
@@ -295,8 +258,9 @@ def _sync(config: PpoConfig, actor: ShardedModel, awake: Parts) -> Parts:
         whole = 0.0
     else:
         # transformers has the gate and up projections of all experts in one tensor; engines get a copy in parts.
-        experts = 4 * shape.experts.count * shape.experts.inner if shape.experts else 0
-        whole = float(COMPUTE * shape.hidden * max(shape.vocabulary, shape.inner, experts))
+        experts = max(layer.experts.weights if layer.experts else 0 for layer, _ in shape.kinds)
+        linears = max(rows * columns for layer, _ in shape.kinds for _, rows, columns in layer.linears)
+        whole = float(COMPUTE * max(shape.embedding, linears, 4 * experts / 3))
     own = 0.0 if engine_spec(config).in_process else ENGINE_BYTES
     found: Parts = {"a whole weight": whole, "buckets": 2e6 * config.rollout.sync_bucket_mb}
     return found | ({ENGINE_WEIGHTS: weights_of_engine(config, shape) + own} if awake else {})
@@ -321,7 +285,7 @@ def _held_by_role(config: PpoConfig | GenerateConfig, shapes: Shapes, gpu_bytes:
             paths = {"ref": config.model.path, "teacher": config.teacher.path, "reward": config.reward.model}
             scores: Head = "value" if role == "reward" else "logprobs"
             found[role] = _frozen(shapes[str(paths[role])], scores, config.trainer, ranks)
-    return found
+    return {role: replace(model, longest=config.data.longest) for role, model in found.items()}
 
 
 def _pool_ranks(config: PpoConfig | GenerateConfig, role: Role, gpu_bytes: float) -> Ranks:
@@ -382,7 +346,7 @@ def adapter_parameters(shape: Shape, lora: LoraConfig) -> int:
 def _adapter_matrices(shape: Shape, lora: LoraConfig) -> list[tuple[int, tuple[int, int]]]:
     """Return the matrices of the adapters: the number of layers that have one, and its rows and columns. Adapters to
     continue from count as rank 32."""
-    every = [(name, layers, sizes) for layers, linears in shape.kinds for name, sizes in linears.items()]
+    every = [(name, count, sizes) for layer, count in shape.kinds for name, *sizes in layer.linears]
     rank, targets = lora.rank or 32, lora.target_modules or [name for name, _, _ in every]
     chosen = [found for found in every if any(found[0] in target for target in targets)]
     chosen = chosen or every  # names of another family
@@ -395,5 +359,5 @@ def _saved(shape: Shape, total: int, itemsize: int, lora: LoraConfig) -> float:
     if lora.is_used:
         matrices = _adapter_matrices(shape, lora)
         return sum(layers * math.prod(sizes) * saved_by_eight_bits(sizes, FLOAT32) for layers, sizes in matrices)
-    in_matrices = total - shape.layers * shape.vectors - shape.hidden
+    in_matrices = total - sum(count * layer.vectors for layer, count in shape.kinds) - shape.hidden
     return in_matrices * saved_by_eight_bits((shape.vocabulary, shape.hidden), itemsize)

@@ -15,14 +15,13 @@ from hpc_rl.config.rl.pools import pool_of
 from hpc_rl.config.rl.ppo import PpoConfig
 from hpc_rl.config.training.common import TrainingConfig
 from hpc_rl.config.training.finetune import FinetuneConfig
+from hpc_rl.plan.engines import Shapes, cache_tokens
 from hpc_rl.plan.gpu_memory import COMPUTE, ShardedModel
 from hpc_rl.plan.hardware import TIGHT, USABLE
 from hpc_rl.plan.memory import (
     Phase,
     PlacedModel,
     Planned,
-    Shapes,
-    cache_tokens,
     phases,
     placed_models,
 )

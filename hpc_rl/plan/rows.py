@@ -11,8 +11,9 @@ from dataclasses import dataclass
 from typing import Literal
 
 from hpc_rl.config.rl.generate import GenerateConfig
+from hpc_rl.plan.engines import Shapes
 from hpc_rl.plan.hardware import TIGHT, USABLE
-from hpc_rl.plan.memory import Phase, Planned, Shapes, phases, placed_models
+from hpc_rl.plan.memory import Phase, Planned, phases, placed_models
 
 MICRO_TOKENS = "trainer.micro_tokens"
 """The option."""

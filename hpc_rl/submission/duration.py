@@ -10,8 +10,9 @@ from hpc_rl.config.rl.ppo import PpoConfig
 from hpc_rl.config.rl.rollout import engine_name
 from hpc_rl.errors import UserError
 from hpc_rl.plan.duration import BANDWIDTH, MFU, Duration, gpus_of, items_of, length_of, step_seconds, steps_of
+from hpc_rl.plan.engines import Shapes
 from hpc_rl.plan.hardware import gpu_model
-from hpc_rl.plan.memory import Planned, Shapes
+from hpc_rl.plan.memory import Planned
 from hpc_rl.runs.earlier import RunSpeed, newest_like
 
 _MOST_BYTES = 4 << 30

@@ -18,8 +18,9 @@ from typing import Any, TypeVar
 from hpc_rl.config.rl.generate import GenerateConfig
 from hpc_rl.config.training.finetune import FinetuneConfig
 from hpc_rl.errors import UserError
+from hpc_rl.plan.engines import Shapes
 from hpc_rl.plan.hardware import gpu_bytes
-from hpc_rl.plan.memory import Planned, Shapes, models_of
+from hpc_rl.plan.memory import Planned, models_of
 from hpc_rl.plan.rows import MICRO_TOKENS, chosen, corrected, is_auto, least, usual
 from hpc_rl.plan.shape import shape_of
 from hpc_rl.plan.text import rows_text

@@ -9,10 +9,27 @@ import pytest
 
 from hpc_rl.config.training.common import Offload
 from hpc_rl.plan.gpu_memory import ShardedModel, largest
-from hpc_rl.plan.shape import Experts, Shape
+from hpc_rl.plan.shape import Shape, shape_of
 
 H, INNER, L, Q, K, V, T = 64, 160, 3, 96, 32, 5000, 1000
-SHAPE = Shape("qwen2", H, INNER, L, heads=6, key_heads=2, head_size=16, vocabulary=V, vectors=2 * H)
+SIZES = {
+    "model_type": "llama",
+    "hidden_size": H,
+    "intermediate_size": INNER,
+    "num_hidden_layers": L,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "vocab_size": V,
+}
+
+
+def sized(**sizes: int) -> Shape:
+    """Return the shape of a model with some other sizes."""
+    return shape_of(SIZES | sizes, "m")
+
+
+SHAPE = sized()
 LAYER = 2 * H * (Q + K) + 3 * H * INNER + 2 * H
 ROOT = 2 * V * H + H
 TOTAL = L * LAYER + ROOT
@@ -51,7 +68,7 @@ def test_what_waits_in_host_memory() -> None:
 
 def test_moments_come_back_in_parts_for_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
     alone = replace(MODEL, head="value", offload="optimizer", shards=1, itemsize=4)
-    few = replace(alone, shape=replace(SHAPE, vocabulary=10))
+    few = replace(alone, shape=sized(vocab_size=10))
     found = few.update(1)
     assert found == {"gradients": 4 * few.total, "moments": 8 * few.total}
     monkeypatch.setattr("hpc_rl.plan.gpu_memory.OFFLOAD_BYTES", 3 * few.total)
@@ -79,7 +96,7 @@ def test_forward() -> None:
     }
     found = replace(MODEL, head="logprobs").forward(T)
     assert found == {"gathered weights": inside["gathered weights"], "logits": CHUNK, "activations": 8 * T * H}
-    narrow = replace(SHAPE, vocabulary=10)
+    narrow = sized(vocab_size=10)
     assert "logits" not in replace(MODEL, shape=narrow, head="logprobs").forward(T)
 
 
@@ -97,7 +114,7 @@ def test_update_in_the_head() -> None:
 
 
 def test_update_in_a_layer() -> None:
-    wide = replace(SHAPE, inner=5000, vocabulary=10)
+    wide = sized(intermediate_size=5000, vocab_size=10)
     layer, root = 2 * H * (Q + K) + 3 * H * 5000 + 2 * H, 2 * 10 * H + H
     found = replace(MODEL, shape=wide).update(T)
     assert found == {
@@ -112,7 +129,7 @@ def test_update_in_a_layer() -> None:
     assert kept["activations"] == 2 * T * (4 * 5000 + 5 * H)
 
 
-WIDE = replace(SHAPE, inner=5000, vocabulary=10)
+WIDE = sized(intermediate_size=5000, vocab_size=10)
 KEPT = 2 * T * (8 * H + 4 * 5000 + 2 * Q + 2 * K) + 4 * T * 6
 """Activations of a layer of this shape that is not computed again."""
 AGAIN, ONCE = 2 * T * (8 * 5000 + 10 * H + 2 * Q + 2 * K), 2 * T * (4 * 5000 + 5 * H)
@@ -124,26 +141,26 @@ def test_every_second_layer_is_computed_again() -> None:
     half = replace(MODEL, shape=WIDE, recompute="half")
     found = half.update(T)
     assert (found["saved activations"], found["activations"]) == (KEPT + 2 * 2 * T * H, AGAIN)
-    even = replace(half, shape=replace(WIDE, layers=4)).update(T)
+    even = replace(half, shape=sized(intermediate_size=5000, vocab_size=10, num_hidden_layers=4)).update(T)
     assert (even["saved activations"], even["activations"]) == (2 * KEPT + 2 * 2 * T * H, ONCE)
-    one = replace(half, shape=replace(WIDE, layers=1)).update(T)
+    one = replace(half, shape=sized(intermediate_size=5000, vocab_size=10, num_hidden_layers=1)).update(T)
     assert (one["saved activations"], one["activations"]) == (2 * T * H, AGAIN)
 
 
 def test_a_layer_before_the_last_one_may_need_the_most() -> None:
     """Attention of many heads keeps much, but not what the backward pass of an MLP needs."""
-    shape = replace(WIDE, layers=2, inner=5000, hidden=1, head_size=1, vectors=2)
+    shape = sized(vocab_size=10, num_hidden_layers=2, intermediate_size=5000, hidden_size=1, head_dim=1)
     half = replace(MODEL, shape=shape, recompute="half", head="value")
     assert half.update(T)["activations"] == 2 * T * (4 * 5000 + 5)
-    experts = replace(shape, hidden=9000)
+    experts = sized(vocab_size=10, num_hidden_layers=2, intermediate_size=5000, hidden_size=9000, head_dim=1)
     found = replace(half, shape=experts).update(T)
     assert found["saved activations"] == 2 * T * 9000 + 2 * T * (8 * 9000 + 4 * 5000 + 16) + 4 * T * 6
 
 
 def test_inputs_in_host_memory() -> None:
-    host = replace(MODEL, shape=replace(SHAPE, layers=7), inputs_on_host=True)
+    host = replace(MODEL, shape=sized(num_hidden_layers=7), inputs_on_host=True)
     assert host.update(T)["saved activations"] == 2 * 2 * T * H
-    assert replace(host, shape=replace(SHAPE, layers=1)).update(T)["saved activations"] == 2 * T * H
+    assert replace(host, shape=sized(num_hidden_layers=1)).update(T)["saved activations"] == 2 * T * H
     # 2 x 1000 x 64 bytes are a bit less than 2^17.
     assert host.inputs(T) == (1 << 17, 7)
     assert host.inputs(1024) == (1 << 17, 7)
@@ -154,7 +171,7 @@ def test_inputs_in_host_memory() -> None:
 
 def test_update_at_the_end() -> None:
     """With few tokens, the gradients of a large vocabulary are the most: bfloat16, float32, and this rank's part."""
-    large = replace(SHAPE, vocabulary=10**6)
+    large = sized(vocab_size=10**6)
     root = 2 * 10**6 * H + H
     found = replace(MODEL, shape=large).update(1)
     total = L * LAYER + root
@@ -162,7 +179,7 @@ def test_update_at_the_end() -> None:
 
 
 def test_adapters_need_no_gradients_of_the_model() -> None:
-    wide = replace(SHAPE, inner=5000)
+    wide = sized(intermediate_size=5000)
     layer = 2 * H * (Q + K) + 3 * H * 5000 + 2 * H
     found = replace(MODEL, shape=wide, adapters=900, itemsize=2).update(T)
     assert found["gradients"] == 4 * 900 / 8 + 4 * 900 / L
@@ -182,13 +199,13 @@ def test_whole_gradients_and_gathered_weights(sharding: str) -> None:
 
 def test_logits_are_computed_in_chunks_of_equal_size() -> None:
     """2^30 bytes hold 2,097 rows of 128,000 float32 numbers: 5,000 positions are 3 chunks of 1,667."""
-    shape = replace(SHAPE, vocabulary=128_000)
+    shape = sized(vocab_size=128_000)
     assert replace(MODEL, shape=shape, head="logprobs").forward(5000)["logits"] == 4 * 128_000 * 1667
 
 
 def test_start_of_a_pass() -> None:
     """With few tokens, the weights outside of the layers exist twice while they are gathered."""
-    large = replace(SHAPE, vocabulary=10**6)
+    large = sized(vocab_size=10**6)
     root = 2 * 10**6 * H + H
     found = replace(MODEL, shape=large, head="logprobs").forward(1)
     assert found == {"gathered weights": 4 * (root + LAYER)}
@@ -209,10 +226,11 @@ def test_ranks_that_share_rows_keep_the_result_of_attention_twice() -> None:
 
 
 def test_experts_are_gathered_beside_weights_in_four_bits() -> None:
-    shape = replace(SHAPE, experts=Experts(count=4, active=2, inner=20))
-    assert shape.layer - 2 * H * (Q + K) > 3 * 4 * 20 * H
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 20}
+    shape = sized(**experts)
+    assert shape.largest.parameters - 2 * H * (Q + K) > 3 * 4 * 20 * H
     packed = replace(MODEL, shape=shape, adapters=8 * L, itemsize=2, four_bit=True)
-    assert packed._layer() == 8 + shape.layer - 2 * H * (Q + K)
-    with_usual = replace(packed, shape=replace(shape, dense_layers=1), offload="all")
+    assert packed._layer() == 8 + shape.largest.parameters - 2 * H * (Q + K)
+    with_usual = replace(packed, shape=sized(**experts, num_dense_layers=1), offload="all")
     assert with_usual._layer() == packed._layer(), "a layer with a usual MLP gathers less"
     assert with_usual.waiting == pytest.approx((L * 2 * H * (Q + K) + 3 * H * INNER) * (4 + 1 / 8 + 1 / 512) / 8)

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from hpc_rl.plan.memory import Phase, adapter_parameters, cache_tokens, micro_tokens, models_of, phases, placed_models
+from hpc_rl.plan.engines import cache_of, cache_tokens
+from hpc_rl.plan.memory import Phase, adapter_parameters, micro_tokens, models_of, phases, placed_models
 from hpc_rl.plan.plan import plan_of
 from hpc_rl.plan.shape import shape_of
 from tests.plan.configs import SHAPES, config
+from tests.plan.families import config_json
 
 P = SHAPES["/7b"].total
 CRITIC = SHAPES["/7b"].total_as_classifier
@@ -110,6 +111,8 @@ def test_reward_model_has_no_logits() -> None:
 def test_distillation_holds_the_teacher() -> None:
     job = config("distill", "teacher.path=/other")
     assert planned(job)["update"].resident["teacher"] == 2 * SHAPES["/other"].total / 8
+    root = 2 * (2 * 152064 * 3584 + 3584)
+    assert planned(job)["update"].working["gathered weights of the teacher"] == root
     apart = config("distill", "teacher.path=/other", "teacher.ranks_per_node=2")
     assert planned(apart)["update"].resident == {"model": 12 * P / 6}
 
@@ -149,10 +152,23 @@ def test_arguments_of_the_engine_itself() -> None:
     assert cache_tokens(config("generate", "rollout.engine_kwargs={quantization: fp8}"), SHAPES, GPU) is None
     text = config("generate", "rollout.engine_kwargs={gpu_memory_utilization: high}")
     assert planned(text)["generation"].peak == 72e9
-    shapes = {"/7b": replace(SHAPES["/7b"], has_window=True)}
-    assert cache_tokens(config("generate"), shapes, GPU) is None
     wide = config("generate", "rollout.dtype=float32")
     assert cache_tokens(wide, SHAPES, GPU) == pytest.approx((72e9 - 2e9 - 4 * P) / (2 * 28 * 512 * 2))
+
+
+def test_the_cache_of_layers_with_windows_latents_and_states() -> None:
+    """A window keeps its tokens only, a latent is whole on each GPU, and a state does not grow."""
+    assert cache_of(SHAPES["/7b"], 1000) == 1000 * 2 * 28 * 512 * 2
+    assert cache_of(SHAPES["/7b"], 1000, gpus=8) == 1000 * 2 * 28 * 512 * 2 / 4
+    windows = shape_of(config_json("gpt_oss"), "m")
+    assert cache_of(windows, 1000) == 2 * (1000 + 128) * 2 * 8 * 64 * 2
+    latent = shape_of(config_json("deepseek_v3"), "m")
+    assert cache_of(latent, 1000, gpus=8) == 1000 * 4 * (512 + 64) * 2
+    states = shape_of(config_json("qwen3_5_text"), "m")
+    own = 3 * (4 * 32 * 128 * 128 + 2 * 3 * (2 * 2048 + 4096))
+    assert cache_of(states, 1000) == 1000 * 2 * 4 * 256 * 2 + own
+    shared = shape_of({**config_json("gemma4_text"), "num_kv_shared_layers": 2}, "m")
+    assert cache_of(shared, 100) == 100 * 2 * 2 * 4 * 256 * 2
 
 
 def test_ppo_with_pools() -> None:

@@ -10,9 +10,11 @@ import transformers
 
 from hpc_rl.config.training.common import LoraConfig
 from hpc_rl.errors import UserError
+from hpc_rl.plan import families as plan_families
 from hpc_rl.plan.memory import adapter_parameters
-from hpc_rl.plan.shape import Experts, Shape, shape_of
+from hpc_rl.plan.shape import Shape, shape_of
 from hpc_rl.training.models.lora import block_linears
+from tests.plan.families import PUBLISHED, VARIANTS
 
 SIZES = {
     "vocab_size": 1000,
@@ -44,6 +46,10 @@ FAMILIES = [
 ]
 
 
+OFTEN = {"deepseek_v3", "gemma4_text", "jamba", "kimi_linear", "nemotron_h", "qwen3_next"}
+"""Families that every run of the tests counts."""
+
+
 def config_of(family: str, **settings: Any) -> Any:
     """Return a configuration of transformers."""
     return getattr(transformers, f"{family}Config")(**{**SIZES, **settings})
@@ -72,11 +78,38 @@ def test_linear_layers(family: str, settings: dict[str, Any]) -> None:
     with torch.device("meta"):
         built = block_linears(transformers.AutoModelForCausalLM.from_config(config)).values()
     shape = shape_of(config.to_dict(), "m")
-    assert sum(layers for layers, _ in shape.kinds) == shape.layers
-    found = [size for layers, linears in shape.kinds for size in linears.values() for _ in range(layers)]
+    found = [(rows, columns) for layer in shape.layers for _, rows, columns in layer.linears]
     assert sorted(found) == sorted((m.out_features, m.in_features) for m in built)
     adapters = 8 * sum(m.out_features + m.in_features for m in built)
     assert adapter_parameters(shape, LoraConfig(rank=8)) == adapters
+
+
+COUNTED = [pytest.param(kind, marks=[] if kind in OFTEN else [pytest.mark.long]) for kind in plan_families.FAMILIES]
+
+
+@pytest.mark.parametrize("kind", COUNTED)
+def test_parameters_of_each_family(kind: str) -> None:
+    """With the settings that transformers has as defaults: often those of a published model."""
+    transformers.AutoConfig.for_model(kind)
+    for more in VARIANTS.get(kind) or [{}]:
+        config = transformers.AutoConfig.for_model(kind, **more)
+        whole = count("AutoModelForCausalLM", config.get_text_config())
+        assert [shape_of(form, "m").total for form in (config.to_dict(), config.to_diff_dict())] == [whole] * 2, more
+
+
+@pytest.mark.parametrize("kind", [pytest.param(k, marks=[] if k in OFTEN else [pytest.mark.long]) for k in PUBLISHED])
+def test_parameters_from_published_settings(kind: str) -> None:
+    """As files name them that are older than this transformers."""
+    settings = PUBLISHED[kind]
+    config = transformers.AutoConfig.for_model(settings["model_type"], **settings)
+    assert shape_of(settings, "m").total == count("AutoModelForCausalLM", config)
+
+
+def test_the_language_part_of_a_model_for_images() -> None:
+    """Neither loaded nor counted: the rest."""
+    config = transformers.AutoConfig.for_model("qwen3_5")
+    language = count("AutoModelForCausalLM", config.get_text_config())
+    assert shape_of(config.to_dict(), "m").total == language
 
 
 def test_parameters_of_a_classifier() -> None:
@@ -90,8 +123,8 @@ def test_active_parameters_of_a_mixture() -> None:
     shape = shape_of(config_of("Qwen3Moe", **EXPERTS).to_dict(), "m")
     idle = 3 * 4 * 3 * 256 * 96
     assert shape.active == shape.total - idle - 1000 * 256 - 256
-    assert (shape.working_inner, shape.routed) == (2 * 96, 2 * 256)
-    assert sum(rows * columns for rows, columns in shape.linears.values()) == 2 * 256 * (256 + 64)
+    assert shape.largest.working_inner == 2 * 96
+    assert shape.largest.in_linears == 2 * 256 * (256 + 64)
 
 
 def test_active_parameters_of_experts_with_biases() -> None:
@@ -105,26 +138,16 @@ def test_active_parameters_of_experts_with_biases() -> None:
     assert shape_of(config_of("Qwen3Moe", attention_dropout=0.1, **EXPERTS).to_dict(), "m").has_scores
 
 
-def test_gemma_4_has_experts_only_if_its_config_counts_them() -> None:
-    """Its config.json has `num_experts: null` without experts, and another name for those that compute a token."""
-    pytest.importorskip("transformers.models.gemma4", reason="needs a newer transformers")
-    dense = shape_of(config_of("Gemma4Text").to_dict(), "m")
-    assert (dense.experts, dense.working_inner, dense.routed) == (None, 384, 0)
-    assert dense.notes == ("m is of type gemma4_text, which is counted like Llama",)
-    settings = {"enable_moe_block": True, "num_experts": 6, "top_k_experts": 3, "moe_intermediate_size": 96}
-    assert shape_of(config_of("Gemma4Text", **settings).to_dict(), "m").experts == Experts(6, 3, 96)
-
-
 def test_sizes_of_attention() -> None:
     shape = shape_of(config_of("Qwen3", head_dim=64).to_dict(), "m")
-    assert (shape.queries, shape.keys) == (512, 128)
-    assert shape.cache_bytes() == 2 * 3 * 128 * 2
-    assert sum(rows * columns for rows, columns in shape.linears.values()) == shape.layer - shape.vectors
+    (attention,) = set(shape.attentions)
+    assert (attention.queries, attention.keys, attention.cached) == (512, 128, 256)
+    assert shape.largest.in_linears == shape.largest.parameters - shape.largest.vectors
 
 
-@pytest.mark.parametrize(("family", "expected"), [("qwen2", False), ("qwen3", True), ("olmo2", True), ("llama", False)])
+@pytest.mark.parametrize(("family", "expected"), [("qwen3", True), ("olmo2", True), ("llama", False)])
 def test_norms_of_queries_and_keys(family: str, expected: bool) -> None:
-    assert shape_of({"model_type": family, **SIZES}, "/model").has_qk_norm is expected
+    assert shape_of({"model_type": family, **SIZES}, "/model").attentions[0].is_normed is expected
 
 
 def test_text_model_of_a_larger_one() -> None:
@@ -143,12 +166,13 @@ def test_unknown_family_is_counted_with_a_note() -> None:
         ({"sliding_window": 4096}, True),
         ({"sliding_window": 4096, "use_sliding_window": False}, False),
         ({"sliding_window": None}, False),
-        ({"layer_types": ["full_attention", "sliding_attention"]}, True),
-        ({"layer_types": ["full_attention"], "sliding_window": 4096}, False),
+        ({"layer_types": ["full_attention"] * 2 + ["sliding_attention"], "sliding_window": 4096}, True),
+        ({"layer_types": ["full_attention"] * 3, "sliding_window": 4096}, False),
     ],
 )
 def test_windows_of_attention(settings: dict[str, Any], expected: bool) -> None:
-    assert shape_of({**SIZES, **settings}, "m").has_window is expected
+    windows = {one.window for one in shape_of({**SIZES, **settings}, "m").attentions}
+    assert bool(windows - {None}) is expected
 
 
 @pytest.mark.parametrize(
@@ -169,10 +193,9 @@ def test_odd_values_count_as_missing(odd: dict[str, Any]) -> None:
     ("config", "expected"),
     [
         ({**SIZES, "num_attention_heads": 300}, "m: its config.json has 300 attention heads for a hidden size of 256"),
-        ({"model_type": "gpt2", "n_embd": 768}, "m: its config.json has no hidden_size and no intermediate_size"),
+        ({"model_type": "new", "d_model": 768}, "m: its config.json has no hidden_size and no num_hidden_layers"),
         ({**SIZES, "hidden_size": "256"}, "has no hidden_size, so"),
-        ({**SIZES, "model_type": "deepseek_v3", "kv_lora_rank": 512}, "have multi-head latent attention"),
-        ({**SIZES, "model_type": "lfm2", "layer_types": ["conv"]}, "models of type lfm2 have layers with a state"),
+        ({**SIZES, "model_type": "jetmoe"}, "m: models of type jetmoe have experts in their attention, whose memory"),
         ({**SIZES, "model_type": "llama", "quantization_config": {"bits": 4}}, "have quantised weights"),
     ],
 )

@@ -18,7 +18,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from hpc_rl.training.models import compiled, loading
+from hpc_rl.training.models import compiled, loading, routers
 from tests.simulated_gpu.patches import replaced_parts_of_torch
 
 _WITHOUT_KERNEL = frozenset(
@@ -144,6 +144,8 @@ def simulated_gpus(ranks: int, gpus_per_node: int = 8, where: bool = False) -> I
         with (
             mock.patch.object(compiled, "is_automatic", lambda *_: False),
             mock.patch.object(loading, "check_packing", lambda *_: None),
+            mock.patch.object(routers, "_count", lambda *_: None),
+            mock.patch.object(routers.Routers, "take_metrics", lambda *_: {}),
             replaced_parts_of_torch(gpu, gpus_per_node),
             gpu.tensors,
             gpu,

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any
 
-Shape = Literal["tiny", "0.5B", "Qwen3-0.6B", "1.5B", "7B", "14B", "32B"]
+from tests.plan.families import FEW_LAYERS, few_layers
+
+Shape = str
+"""A key of SHAPES or of tests.plan.families.FEW_LAYERS."""
 
 SHAPES: dict[Shape, dict[str, Any]] = {
     "tiny": {
@@ -74,5 +77,7 @@ SHAPES: dict[Shape, dict[str, Any]] = {
 
 def sizes(shape: Shape, layers: int | None = None) -> dict[str, Any]:
     """Return the configuration of a shape, perhaps with another number of layers."""
+    if shape in FEW_LAYERS:
+        return few_layers(shape)
     found = {"model_type": "qwen2", **SHAPES[shape]}
     return {**found, "num_hidden_layers": layers or found["num_hidden_layers"]}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import math
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
@@ -19,6 +20,7 @@ from hpc_rl.errors import UserError
 from hpc_rl.formats.model_families import REFUSALS, UNPACK, refuse_family
 from hpc_rl.formats.model_kind import is_classifier
 from hpc_rl.formats.model_options import refuse_option, refuse_without_liger
+from hpc_rl.plan.shape import shape_of
 from hpc_rl.software.installation import install_command
 from hpc_rl.training.models import lora
 from hpc_rl.training.models.attention.packed_attention import backbone_of, hidden_states, is_packed
@@ -33,7 +35,7 @@ from hpc_rl.training.models.routers import Routers, find_routers
 from hpc_rl.training.parallel.sequence_parallel import ALONE, SequenceGroup
 
 if TYPE_CHECKING:
-    from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 T = TypeVar("T")
 
@@ -286,36 +288,41 @@ class Flops:
     per_token: float
     per_target: float
     per_squared_token: float
+    windows: tuple[tuple[int, float], ...] = ()
+    """The windows of attention, and the operations for each token and each token in its window."""
 
     def of(self, lengths: list[int], targets: int) -> float:
         """Return the operations of samples with these lengths and this number of target tokens."""
-        squares = sum(length * length for length in lengths)
-        return self.per_token * sum(lengths) + self.per_target * targets + self.per_squared_token * squares
+        found = self.per_token * sum(lengths) + self.per_target * targets
+        found += self.per_squared_token * sum(length * length for length in lengths)
+        return found + sum(each * sum(n * min(n, window) for n in lengths) for window, each in self.windows)
 
 
 def count_flops(model: PackedModel) -> Flops:
     """Count the operations of a model. Only experts that compute a token count; with transformers 4, all of them."""
-    config = model.hf.config.get_text_config()
-    output = model.hf.get_output_embeddings()  # a classifier has none
-    embeddings = {id(layer.weight) for layer in (model.hf.get_input_embeddings(), output) if layer is not None}
-    body = sum(_flops_of(p) for p in model.parameters() if id(p) not in embeddings)
-    body -= sum(_idle_flops(p, config) for name, p in model.hf.named_parameters() if ".experts." in name)
-    body += sum(_FROZEN_FLOPS * weight.shape.numel() for weight in four_bit_weights(model.hf).values())
+    hf = model.hf
+    config = hf.config.get_text_config()
+    output = hf.get_output_embeddings()  # a classifier has none
+    looked_up = {id(part.weight) for part in hf.modules() if isinstance(part, nn.Embedding)}
+    looked_up |= set() if output is None else {id(output.weight)}
+    body = sum(_flops_of(p) for p in model.parameters() if id(p) not in looked_up)
+    body += sum(_FROZEN_FLOPS * weight.shape.numel() for weight in four_bit_weights(hf).values())
     head = 0.0 if output is None else _flops_of(output.weight)
-    heads = getattr(config, "num_attention_heads", 0)  # a model may have only layers with a state
-    head_size = getattr(config, "head_dim", None) or config.hidden_size // max(1, heads)
-    layers = config.num_hidden_layers
-    if mixers_of(model.hf, config):  # which some layers have instead of attention
-        layers = sum(hasattr(part, "is_causal") for part in model.hf.modules())
-    attention = 12 * layers * heads * head_size
-    return Flops(per_token=body, per_target=head, per_squared_token=float(attention))
-
-
-def _idle_flops(weight: torch.Tensor, config: PretrainedConfig) -> float:
-    """Return the operations of a layer's experts that do not compute a token; transformers 5 has the experts in one
-    tensor, [experts, ...]."""
-    chosen = getattr(config, "num_experts_per_tok", None)
-    return _flops_of(weight) * (1 - chosen / len(weight)) if weight.ndim == 3 and chosen else 0.0
+    try:
+        shape = shape_of(config.to_dict(), "model")
+    except UserError:  # its layers are not counted
+        heads = getattr(config, "num_attention_heads", 0)  # a model may have only layers with a state
+        head_size = getattr(config, "head_dim", None) or config.hidden_size // max(1, heads)
+        return Flops(body, head, 12.0 * config.num_hidden_layers * heads * head_size)
+    experts = [layer.experts for layer in shape.layers if layer.experts]
+    idle = 1 - experts[0].active / experts[0].count if experts else 0.0
+    body -= idle * sum(_flops_of(p) for name, p in hf.named_parameters() if ".experts." in name and p.ndim == 3)
+    windows: Counter[int] = Counter()
+    for one in shape.attentions:
+        windows[one.window or 0] += 6 * (one.queries + one.result)
+    body += 3 * sum(layer.mixer.operations for layer in shape.layers if layer.mixer)
+    whole = float(windows.pop(0, 0))
+    return Flops(body, head, whole, tuple((window, float(each)) for window, each in windows.items()))
 
 
 def _flops_of(parameter: torch.Tensor) -> float:
