@@ -29,13 +29,16 @@ _LIGER = (
 )
 """model_type of the dense models for which Liger has all three kernels; `make test-liger` compares each of them."""
 MIXERS = {
+    "bailing_hybrid": "BailingHybridDeltaAttention",
     "bamba": "BambaMixer",
     "falcon_h1": "FalconH1Mixer",
     "granitemoehybrid": "GraniteMoeHybridMambaLayer",
     "jamba": "JambaMambaMixer",
     "kimi_linear": "KimiLinearDeltaAttention",
+    "lara_mini": "LaraMiniGatedDeltaNet",
     "lfm2": "Lfm2ShortConv",
     "lfm2_moe": "Lfm2MoeShortConv",
+    "lfm3": "Lfm3ShortConv",
     "minimax": "MiniMaxLightningAttention",
     "nemotron_h": "NemotronHMamba2Mixer",
     "olmo_hybrid": "OlmoHybridGatedDeltaNet",

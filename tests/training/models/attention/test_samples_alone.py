@@ -74,6 +74,13 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             },
         },
     ),
+    "gemma3_text, longrope": (
+        "gemma3_text",
+        {
+            **LAYERS,
+            "rope_parameters": {"sliding_attention": {"rope_type": "default"}, "full_attention": LONGROPE},
+        },
+    ),
     "gemma3n_text": (
         "gemma3n_text",
         {
