@@ -1,4 +1,4 @@
-"""A local job of each kind that a user can submit, from the command line to its result, for other versions of packages."""
+"""A local job of each kind that a user can submit, from the command line to its result. It prints no warning."""
 
 from __future__ import annotations
 

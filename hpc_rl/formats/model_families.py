@@ -80,8 +80,9 @@ REFUSALS = {
 }
 """The reasons for which whole families are refused; docs/models.md has a row for each."""
 
-_CAPPED = tuple(
-    "beam gemma2 gemma3_text gemma3n_text gemma4_text gemma4_unified_text nanochat vaultgemma".split()
+_CAPPED = (
+    *("beam", "gemma2", "gemma3_text", "gemma3n_text", "gemma4_text", "gemma4_unified_text", "nanochat"),
+    "vaultgemma",
 )
 """model_type of models that cap their logits. Others may have the setting without using it."""
 _WINDOWS_IN_MASKS = ("phimoe", "qwen2_moe")
