@@ -16,7 +16,7 @@ from torch import nn
 from hpc_rl.config.training.common import LoraConfig, ModelConfig, ModelSource, Sharding
 from hpc_rl.errors import UserError
 from hpc_rl.formats.model_families import REFUSALS, refuse_family
-from hpc_rl.formats.model_kind import is_classifier, refuse_without_liger
+from hpc_rl.formats.model_kind import is_classifier, refuse_without_liger, text_settings
 from hpc_rl.software.installation import install_command
 from hpc_rl.training.models import lora
 from hpc_rl.training.models.attention import packed_attention
@@ -24,7 +24,7 @@ from hpc_rl.training.models.attention.packed_batch import PackedBatch
 from hpc_rl.training.models.compute_weights import ComputeWeights
 from hpc_rl.training.models.four_bit import four_bit_weights
 from hpc_rl.training.models.mixers import mixers_of, split_mixers
-from hpc_rl.training.models.pretrained import Pretrained, from_pretrained
+from hpc_rl.training.models.pretrained import Pretrained, from_pretrained, has_transformers_4
 from hpc_rl.training.models.recomputation import recompute
 from hpc_rl.training.models.rotary import follow_samples
 from hpc_rl.training.models.routers import Routers, find_routers
@@ -58,6 +58,8 @@ class PackedModel(nn.Module):
     def __init__(self, hf: PreTrainedModel, longest: int | None = None) -> None:
         super().__init__()
         self.hf = hf
+        if hf.base_model is hf:  # transformers 4 searches Gemma 3 for a part that it does not have
+            hf.base_model_prefix = "model"
         follow_samples(hf, longest)
         split_mixers(hf)
 
@@ -226,7 +228,13 @@ def refuse_unsupported_backbone(hf: PreTrainedModel, key: str, path: str, with_h
         key: the option that names `path`, for the error.
         with_head: whether its LM head is used, and not a head for scores.
     """
-    refuse_family(key, path, hf.config.to_dict(), with_head)
+    settings = hf.config.to_dict()
+    refuse_family(key, path, settings, with_head)
+    if has_transformers_4() and text_settings(settings).get("rope_parameters"):
+        raise UserError(
+            f"{key} {path} was saved by transformers 5, and transformers 4 does not read its rotary embedding "
+            "(rope_parameters in config.json): install transformers 5"
+        )
     config = hf.config.get_text_config()
     # Layers with a state have classes that do not declare their attention.
     if not mixers_of(hf, config) and not getattr(hf, "_supports_attention_backend", False):

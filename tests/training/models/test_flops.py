@@ -9,6 +9,7 @@ import torch
 import transformers
 
 from hpc_rl.training.models.causal_lm import CausalLM, count_flops
+from tests.marks import since_5
 
 SIZES = {
     "vocab_size": 100,
@@ -23,6 +24,7 @@ SIZES = {
 }
 
 
+@since_5
 @pytest.mark.parametrize(
     ("family", "settings", "layers"),
     [
