@@ -189,6 +189,25 @@ def refuse_unsplittable(key: str, path: str, settings: Mapping[str, Any], size: 
         )
 
 
+def refuse_transformers_4(key: str, path: str, settings: Mapping[str, Any], version: str) -> None:
+    """Raise UserError if transformers 4 is installed, and would compute another model than its files describe.
+
+    Args:
+        key: the option that names `path`, for the error.
+        settings: of the model, as in its config.json.
+        version: of transformers; empty if it is not known.
+    """
+    settings, problem = text_settings(settings), ""
+    if settings.get("model_type") in ("falcon_h1", "jamba"):
+        problem = f"computes layers with a state of {settings['model_type']} in another way"
+    elif settings.get("rope_parameters"):
+        problem = "does not read the rotary embedding that transformers 5 has saved (rope_parameters in config.json)"
+    if problem and version.startswith("4."):
+        raise UserError(
+            f"{key} {path} cannot be trained with transformers {version}, which {problem}: install transformers 5"
+        )
+
+
 def refuse_other_frequencies(key: str, path: str, settings: Mapping[str, Any], engine: str, room: int) -> None:
     """Raise UserError if the rotary embedding of a model in an engine is not the one with which it is trained.
 

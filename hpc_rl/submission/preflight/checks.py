@@ -23,6 +23,7 @@ from hpc_rl.errors import UserError
 from hpc_rl.formats.model_families import refuse_family
 from hpc_rl.formats.model_kind import (
     refuse_other_frequencies,
+    refuse_transformers_4,
     refuse_unsplittable,
     refuse_unsplittable_engine,
     refuse_without_liger,
@@ -70,6 +71,8 @@ from hpc_rl.submission.preflight.program import (
     check_ray_program,
     check_requirements,
     check_torchrun_program,
+    has_unknown_python,
+    transformers_version,
 )
 from hpc_rl.submission.script.setup_lines import bash_errors, is_complete, statements
 from hpc_rl.submission.series.after import is_coming
@@ -169,7 +172,7 @@ def gpus(job: Job) -> Iterator[Question]:
 def packages(job: Job) -> Iterator[Question]:
     """Ask whether the job's Python has the packages that the job needs. An image has its own Python."""
     config, slurm = job.config, job.config.slurm
-    if config.container.image is not None or slurm.modules or slurm.setup:
+    if has_unknown_python(config):
         return
     yield check_packages, slurm.python, job.row.needs, job.kind
     if isinstance(config, PpoConfig) and (file := config.carrier_spec.requirements) is not None:
@@ -241,6 +244,7 @@ def _rules_for(key: str, config: Planned) -> Iterator[tuple[Callable[..., None],
     """Yield the rules about config.json that a model of a job has to meet, with their further arguments."""
     if key in (computed := computed_here(config)):
         yield refuse_family, (computed[key],)
+        yield refuse_transformers_4, ("" if has_unknown_python(config) else transformers_version(config.slurm.python),)
     if not isinstance(config, GenerateConfig) and config.trainer.sequence_parallel > 1:
         yield refuse_unsplittable, (config.trainer.sequence_parallel,)
     engine_gpus = config.rollout.tensor_parallel_size if isinstance(config, PpoConfig | GenerateConfig) else 1

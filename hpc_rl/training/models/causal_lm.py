@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
+from importlib.metadata import version
 from typing import TYPE_CHECKING, TypeVar
 
 import torch
@@ -16,7 +17,7 @@ from torch import nn
 from hpc_rl.config.training.common import LoraConfig, ModelConfig, ModelSource, Sharding
 from hpc_rl.errors import UserError
 from hpc_rl.formats.model_families import REFUSALS, refuse_family
-from hpc_rl.formats.model_kind import is_classifier, refuse_without_liger, text_settings
+from hpc_rl.formats.model_kind import is_classifier, refuse_transformers_4, refuse_without_liger
 from hpc_rl.software.installation import install_command
 from hpc_rl.training.models import lora
 from hpc_rl.training.models.attention import packed_attention
@@ -24,7 +25,7 @@ from hpc_rl.training.models.attention.packed_batch import PackedBatch
 from hpc_rl.training.models.compute_weights import ComputeWeights
 from hpc_rl.training.models.four_bit import four_bit_weights
 from hpc_rl.training.models.mixers import mixers_of, split_mixers
-from hpc_rl.training.models.pretrained import Pretrained, from_pretrained, has_transformers_4
+from hpc_rl.training.models.pretrained import Pretrained, from_pretrained
 from hpc_rl.training.models.recomputation import recompute
 from hpc_rl.training.models.rotary import follow_samples
 from hpc_rl.training.models.routers import Routers, find_routers
@@ -230,11 +231,7 @@ def refuse_unsupported_backbone(hf: PreTrainedModel, key: str, path: str, with_h
     """
     settings = hf.config.to_dict()
     refuse_family(key, path, settings, with_head)
-    if has_transformers_4() and text_settings(settings).get("rope_parameters"):
-        raise UserError(
-            f"{key} {path} was saved by transformers 5, and transformers 4 does not read its rotary embedding "
-            "(rope_parameters in config.json): install transformers 5"
-        )
+    refuse_transformers_4(key, path, settings, version("transformers"))
     config = hf.config.get_text_config()
     # Layers with a state have classes that do not declare their attention.
     if not mixers_of(hf, config) and not getattr(hf, "_supports_attention_backend", False):

@@ -105,6 +105,7 @@ class Pretrained(Generic[Model]):
             hf: PreTrainedModel = self._auto_class().from_config(
                 config, dtype=self.dtype, attn_implementation=packed_attention.ATTENTION, **remote
             )
+        hf.config.dtype = self.dtype  # transformers 4 keeps that of the files
         if hf.can_generate():
             with suppress(OSError):  # the model may have no such file; hf has the settings of its configuration
                 hf.generation_config = GenerationConfig.from_pretrained(self.path)
