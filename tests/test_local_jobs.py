@@ -36,12 +36,12 @@ JOBS = {
     "generate": SAMPLED,
     "eval": SAMPLED,
     "select": "select.responses=responses.jsonl select.method=threshold select.threshold=0",
-    "torchrun": "-- python ranks.py",
+    "torchrun": "-- ranks.py",
     "ray": "-- python cluster.py",
 }
 TRAINS = ("sft", "dpo", "rm", "distill", "ppo")
 PRINTS = {"torchrun": "ranks: 2", "ray": "tasks: 2"}
-ROW = '{"prompt": "a", "messages": [{"role": "user", "content": "a"}], "response": "b", "score": 1.0}\n'
+ROW = '{"index": 0, "prompt": "a", "messages": [{"role": "user", "content": "a"}], "response": "b", "score": 1.0}\n'
 COMPLAINT = re.compile(r"warn|deprecat", re.IGNORECASE)
 
 

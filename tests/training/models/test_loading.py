@@ -102,7 +102,8 @@ DIRECT = [("policy", name) for name in ("qwen", "tied", "scaled rotary", "buffer
 DIRECT += [("reference", "qwen"), ("critic", "qwen"), ("critic", "tied"), ("critic", "classifier")]
 DIRECT += [("reward", "classifier")]
 THROUGH_RANK_0 = [("policy", name) for name in ("pickled", "no prefix", "two names")]
-(DIRECT if IS_TRANSFORMERS_4 else THROUGH_RANK_0).append(("policy", "experts"))
+if not IS_TRANSFORMERS_4:
+    THROUGH_RANK_0.append(("policy", "experts"))
 
 
 @pytest.mark.parametrize("role, name", DIRECT)
