@@ -42,7 +42,7 @@ JOBS = {
 TRAINS = ("sft", "dpo", "rm", "distill", "ppo")
 PRINTS = {"torchrun": "ranks: 2", "ray": "tasks: 2"}
 ROW = '{"index": 0, "prompt": "a", "messages": [{"role": "user", "content": "a"}], "response": "b", "score": 1.0}\n'
-COMPLAINT = re.compile(r"warn|deprecat", re.IGNORECASE)
+COMPLAINT = re.compile(r"warn|deprecat|leaked", re.IGNORECASE)
 
 
 @pytest.fixture(scope="module")
