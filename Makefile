@@ -7,7 +7,8 @@
 # make test-faults  faults injected into jobs on real nodes, and a table of what they did
 # make test-security   attacks of one ordinary user on the commands, jobs and files of another (root)
 # make test-pipelines   the shipped pipelines for three rounds on real nodes, with a cancelled job in each stage
-# make test-versions   the tests without Slurm with other versions of Python and torch (several gigabytes each)
+# make test-lowest   the tests without Slurm, and local jobs, with the oldest packages that are accepted (8 GB on disk)
+# make test-newest   the same with the newest packages, and Python 3.11 or others: PYTHONS="3.12 3.14" (8 GB each)
 # make test-slurm-new   the tests that depend on Slurm's version most, on two newer versions of Slurm (about 1.2 GB)
 # make test-vllm-api   vLLM's API in the oldest and newest wheel for GPUs that setup.cfg admits (downloads 700 MB; no GPU)
 # make test-sglang-api   SGLang's HTTP API in its newest wheel, which is downloaded (40 MB; no GPU)
@@ -29,7 +30,7 @@ export WANDB_MODE ?= offline
 # Hundreds of processes start, and each would compile its modules again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo demo-pipeline demo-tools test test-long test-large test-faults test-security test-pipelines test-versions test-slurm-new test-vllm-api test-sglang-api test-peft test-qlora test-torchao test-triton test-gpu models-table lint bench bench-scale docs clean
+.PHONY: demo demo-pipeline demo-tools test test-long test-large test-faults test-security test-pipelines test-lowest test-newest test-slurm-new test-vllm-api test-sglang-api test-peft test-qlora test-torchao test-triton test-gpu models-table lint bench bench-scale docs clean
 
 demo: .venv/train
 	$(BIN)/python -m tests.demo
@@ -78,10 +79,13 @@ lint: .venv/test
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
-# The versions of tests/versions.txt, which begin with the lowest that setup.cfg admits: several gigabytes each.
-# make test-versions ROWS="3.12-2.14.1" TESTS="tests/finetune"   a part of the rows, and of the tests
-test-versions:
-	.ci/test-versions $(ROWS)
+# make test-newest PYTHONS="3.12 3.14" TESTS="tests/finetune"   with other versions of Python, and a part of the tests
+PYTHONS ?= 3.11
+test-lowest:
+	.ci/test-versions lowest
+
+test-newest:
+	.ci/test-versions $(PYTHONS)
 
 # SLURM_TREES: the root directories of a Debian 13 (Slurm 24.11) and a Debian sid (26.05) are in it, or are made there.
 SLURM_TREES ?= $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/hpc-rl

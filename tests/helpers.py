@@ -8,8 +8,10 @@ import subprocess
 import sys
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
-from hpc_rl.probes.tiny_model import CHAT_TEMPLATE, chats, make_tiny_model, make_tokenizer, write_chats
+from hpc_rl.probes import tiny_model
+from hpc_rl.probes.tiny_model import CHAT_TEMPLATE, chats, make_tokenizer, write_chats
 
 __all__ = [
     "CHAT_TEMPLATE",
@@ -21,6 +23,23 @@ __all__ = [
     "write_chats",
     "write_python_program",
 ]
+
+
+def make_tiny_model(folder: Path, **settings: Any) -> Path:
+    """Create a model. The test is skipped if transformers is too old for it."""
+    import pytest
+    from transformers import CONFIG_MAPPING
+
+    from tests.marks import IS_TRANSFORMERS_4
+
+    kind = settings.get("kind", "qwen2")
+    rotary = settings.get("rope_parameters", {"rope_type": "default"})
+    if kind not in CONFIG_MAPPING or (IS_TRANSFORMERS_4 and (kind.startswith("phi") or "rope_type" not in rotary)):
+        pytest.skip(f"this version of transformers has no {kind}, or not with these settings")
+    if IS_TRANSFORMERS_4 and settings.pop("rope_parameters", None):
+        names = ("original_max_position_embeddings", "rope_theta")
+        settings |= {"rope_scaling": rotary, **{name: rotary[name] for name in names if name in rotary}}
+    return tiny_model.make_tiny_model(folder, **settings)
 
 
 def hpc_rl(

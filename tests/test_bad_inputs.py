@@ -831,7 +831,7 @@ def installed_cases() -> Iterator[Any]:
             yield pytest.param(case, installation, id=name, marks=marks)
 
 
-@pytest.mark.parametrize(("case", "installation"), installed_cases(), indirect=["installation"])
+@pytest.mark.parametrize(("case", "installation"), list(installed_cases()), indirect=["installation"])
 def test_bad_input_is_explained(
     case: Case, installation: str, files: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -31,7 +31,13 @@ MAX_PATH_BYTES = 4095
 class Section(BaseModel):
     """A group of options. Unknown keys, non-finite numbers, and booleans in place of numbers are errors."""
 
-    model_config = ConfigDict(extra="forbid", validate_default=True, frozen=True, allow_inf_nan=False)
+    model_config = ConfigDict(
+        extra="forbid",
+        validate_default=True,
+        frozen=True,
+        allow_inf_nan=False,
+        protected_namespaces=(),  # pydantic before 2.10 warns of names that begin with "model_"
+    )
 
     def problems(self) -> Iterator[str]:
         """Yield one message for each combination of values that cannot work. Sections with such rules override it."""

@@ -126,12 +126,15 @@ _UNSERVED = {
     )
 }
 """rollout.name -> families that training computes, and that this engine cannot load."""
-_CAPPED = ("gemma2", "gemma3_text", "gemma3n_text", "gemma4_text", "gemma4_unified_text", "nanochat", "vaultgemma")
+_CAPPED = (
+    *("beam", "gemma2", "gemma3_text", "gemma3n_text", "gemma4_text", "gemma4_unified_text", "nanochat"),
+    "vaultgemma",
+)
 """model_type of models that cap their logits. Others may have the setting without using it."""
 _WINDOWS_IN_MASKS = ("phimoe", "qwen2_moe")
 """model_type of models that do not pass their windows of attention to the attention function."""
-_LAYERS = {"attention", "full_attention", "sliding_attention"}
-"""Types of layers that packed training computes, besides layers with a state."""
+_LAYERS = {"attention", "full_attention", "sliding_attention", "mlp"}
+"""Types of layers that packed training computes, besides layers with a state. Files of Dory list MLPs too."""
 
 
 def refuse_family(

@@ -15,13 +15,16 @@ from hpc_rl.system.files import read_json
 _HEAD = "score.weight"
 """Name of the head's weight in transformers' sequence classifiers based on decoder models."""
 MIXERS = {
+    "bailing_hybrid": "BailingHybridDeltaAttention",
     "bamba": "BambaMixer",
     "falcon_h1": "FalconH1Mixer",
     "granitemoehybrid": "GraniteMoeHybridMambaLayer",
     "jamba": "JambaMambaMixer",
     "kimi_linear": "KimiLinearDeltaAttention",
+    "lara_mini": "LaraMiniGatedDeltaNet",
     "lfm2": "Lfm2ShortConv",
     "lfm2_moe": "Lfm2MoeShortConv",
+    "lfm3": "Lfm3ShortConv",
     "minimax": "MiniMaxLightningAttention",
     "nemotron_h": "NemotronHMamba2Mixer",
     "olmo_hybrid": "OlmoHybridGatedDeltaNet",
@@ -122,6 +125,25 @@ def refuse_quantised(
         raise UserError(
             f"{key} {path} has quantised weights, which cannot be trained: {found}; name the model from which it was "
             "made, or a copy that was converted to bfloat16"
+        )
+
+
+def refuse_transformers_4(key: str, path: str, settings: Mapping[str, Any], version: str) -> None:
+    """Raise UserError if transformers 4 is installed, and would compute another model than its files describe.
+
+    Args:
+        key: the option that names `path`, for the error.
+        settings: of the model, as in its config.json.
+        version: of transformers; empty if it is not known.
+    """
+    settings, problem = text_settings(settings), ""
+    if settings.get("model_type") in ("falcon_h1", "jamba"):
+        problem = f"computes layers with a state of {settings['model_type']} in another way"
+    elif settings.get("rope_parameters"):
+        problem = "does not read the rotary embedding that transformers 5 has saved (rope_parameters in config.json)"
+    if problem and version.startswith("4."):
+        raise UserError(
+            f"{key} {path} cannot be trained with transformers {version}, which {problem}: install transformers 5"
         )
 
 

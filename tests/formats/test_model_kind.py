@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import struct
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from hpc_rl.errors import UserError
 from hpc_rl.formats.model_kind import (
     refuse_other_frequencies,
     refuse_quantised,
+    refuse_transformers_4,
     unscaled_positions,
 )
 
@@ -102,3 +104,18 @@ def test_types_of_weights_show_quantisation(
         return _refuse_quantised(tmp_path)
     with pytest.raises(UserError, match=f"{name} has the type {dtype}"):
         _refuse_quantised(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("settings", "problem"),
+    [
+        ({"model_type": "jamba"}, "computes layers with a state of jamba in another way"),
+        ({"text_config": {"model_type": "qwen3", "rope_parameters": {"rope_theta": 1e6}}}, "does not read the rotary"),
+        ({"model_type": "qwen3", "rope_theta": 1e6}, None),
+    ],
+)
+def test_transformers_4_reads_some_models_wrongly(settings: dict[str, Any], problem: str | None) -> None:
+    for version in ("", "5.0.0"):
+        refuse_transformers_4("model.path", "/m", settings, version)
+    with pytest.raises(UserError, match=f"with transformers 4.57.0, which {problem}") if problem else nullcontext():
+        refuse_transformers_4("model.path", "/m", settings, "4.57.0")

@@ -6,6 +6,7 @@ import re
 import shlex
 import shutil
 import sys
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from hpc_rl.run_dir import RunDir
 from hpc_rl.slurm.commands import NodeListing
 from hpc_rl.submission.job import Job
 from hpc_rl.submission.preflight import checks, folders, hub_names, program
+from hpc_rl.submission.preflight.program import transformers_version
 from hpc_rl.system.disk import Space
 from tests.fake_slurm import fake_slurm
 from tests.helpers import make_tiny_model
@@ -144,6 +146,20 @@ def test_families_that_training_cannot_compute_are_refused(folder: Path, model: 
     with pytest.raises(UserError, match=r"model\.path phi cannot be trained: models of type phi have no plain LM head"):
         check_ppo(model__path="phi")
     check_ppo(critic__path="phi", algorithm__advantage="gae")  # which has no LM head
+
+
+def test_a_model_that_the_transformers_of_the_job_reads_wrongly_is_refused(
+    folder: Path, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = [transformers_version(python) for python in (None, sys.executable, "/no/python")]
+    assert found == [version("transformers")] * 2 + [""]
+    shutil.copytree(model, folder / "jamba")
+    settings = json.loads((model / "config.json").read_text())
+    (folder / "jamba" / "config.json").write_text(json.dumps({**settings, "model_type": "jamba"}))
+    monkeypatch.setattr(checks, "transformers_version", lambda _python: "4.57.6")
+    with pytest.raises(UserError, match=r"model\.path jamba cannot be trained with transformers 4\.57\.6, which comp"):
+        check_ppo(model__path="jamba")
+    check_ppo(model__path="jamba", slurm__modules=["python"])  # nobody knows its version
 
 
 @pytest.mark.parametrize("kind", ["generate", "eval"])

@@ -21,7 +21,7 @@ from hpc_rl.data.selection import check_scored
 from hpc_rl.environments.loading import ENVIRONMENT, TOOLS
 from hpc_rl.errors import UserError
 from hpc_rl.formats.model_families import refuse_family, refuse_unserved
-from hpc_rl.formats.model_kind import refuse_other_frequencies, refuse_unsplittable_engine
+from hpc_rl.formats.model_kind import refuse_other_frequencies, refuse_transformers_4, refuse_unsplittable_engine
 from hpc_rl.formats.model_options import refuse_option, refuse_unsplittable, refuse_without_liger
 from hpc_rl.images.run_options import image_preflight
 from hpc_rl.liveness.activity import doing
@@ -66,6 +66,8 @@ from hpc_rl.submission.preflight.program import (
     check_ray_program,
     check_requirements,
     check_torchrun_program,
+    has_unknown_python,
+    transformers_version,
 )
 from hpc_rl.submission.script.setup_lines import bash_errors, is_complete, statements
 from hpc_rl.submission.series.after import is_coming
@@ -165,7 +167,7 @@ def gpus(job: Job) -> Iterator[Question]:
 def packages(job: Job) -> Iterator[Question]:
     """Ask whether the job's Python has the packages that the job needs. An image has its own Python."""
     config, slurm = job.config, job.config.slurm
-    if config.container.image is not None or slurm.modules or slurm.setup:
+    if has_unknown_python(config):
         return
     yield check_packages, slurm.python, job.row.needs, job.kind
     if isinstance(config, PpoConfig) and (file := config.carrier_spec.requirements) is not None:
@@ -237,6 +239,7 @@ def _rules_for(key: str, config: Planned) -> Iterator[tuple[Callable[..., None],
     """Yield the rules about config.json that a model of a job has to meet, with their further arguments."""
     if key in (computed := computed_here(config)):
         yield refuse_family, (computed[key], config.trainer.packing)
+        yield refuse_transformers_4, ("" if has_unknown_python(config) else transformers_version(config.slurm.python),)
     if isinstance(config.model, ModelConfig) and key in ("model.path", "critic.path"):
         yield from ((refuse_option, (name,)) for name in config.model.restricted())
         if isinstance(config, PpoConfig) and key == "model.path" and not config.rollout.merge_lora:

@@ -11,10 +11,13 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Sequence
+from functools import cache
 from pathlib import Path
 
+from hpc_rl.config.job import JobConfig
 from hpc_rl.errors import UserError
 from hpc_rl.software.installation import install_command
+from hpc_rl.software.versions import version_of
 from hpc_rl.system.ownership import refuse_foreign
 
 PYTHON_TIMEOUT_S = 60
@@ -58,6 +61,25 @@ def check_packages(python: str | None, needs: Sequence[str], purpose: str, extra
             f"or set slurm.python to the Python of an environment that has {it}"
         )
     return None
+
+
+def has_unknown_python(config: JobConfig) -> bool:
+    """Return whether an image, a module or a command decides which Python a job has."""
+    return config.container.image is not None or bool(config.slurm.modules or config.slurm.setup)
+
+
+@cache
+def transformers_version(python: str | None) -> str:
+    """Return the version of transformers in a Python; empty if this machine does not show it.
+
+    Args:
+        python: slurm.python, or None for the Python that runs hpc-rl.
+    """
+    if python is None:
+        return version_of("transformers") or ""
+    with contextlib.suppress(OSError, subprocess.TimeoutExpired):
+        return _output_of(python, "-c", "import importlib.metadata as m; print(m.version('transformers'))") or ""
+    return ""
 
 
 def check_requirements(python: str | None, file: str) -> None:

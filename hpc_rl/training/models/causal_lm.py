@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
+from importlib.metadata import version
 from typing import TYPE_CHECKING, TypeVar
 
 import torch
@@ -18,7 +19,7 @@ from torch.nn import functional
 from hpc_rl.config.training.common import LoraConfig, ModelConfig, ModelSource, Sharding
 from hpc_rl.errors import UserError
 from hpc_rl.formats.model_families import REFUSALS, UNPACK, refuse_family
-from hpc_rl.formats.model_kind import is_classifier
+from hpc_rl.formats.model_kind import is_classifier, refuse_transformers_4
 from hpc_rl.formats.model_options import refuse_option, refuse_without_liger
 from hpc_rl.plan.shape import shape_of
 from hpc_rl.software.installation import install_command
@@ -66,6 +67,8 @@ class PackedModel(nn.Module):
         self.hf = hf
         if hasattr(backbone := backbone_of(hf), "_rescale_layers"):
             backbone._rescale_layers = lambda: None  # RWKV would divide weights in place for each evaluation
+        if hf.base_model is hf:  # transformers 4 searches Gemma 3 for a part that it does not have
+            hf.base_model_prefix = "model"
         follow_samples(hf, longest)
         split_mixers(hf)
 
@@ -265,7 +268,9 @@ def refuse_unsupported_backbone(hf: PreTrainedModel, key: str, path: str, with_h
         key: the option that names `path`, for the error.
         with_head: whether its LM head is used, and not a head for scores.
     """
-    refuse_family(key, path, hf.config.to_dict(), with_head, is_packed(hf))
+    settings = hf.config.to_dict()
+    refuse_family(key, path, settings, with_head, is_packed(hf))
+    refuse_transformers_4(key, path, settings, version("transformers"))
     config = hf.config.get_text_config()
     # Layers with a state have classes that do not declare their attention.
     if is_packed(hf) and not mixers_of(hf, config) and not getattr(hf, "_supports_attention_backend", False):

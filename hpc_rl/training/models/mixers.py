@@ -8,8 +8,7 @@ the first row of each mixer shows, it computes whole rows. The rest of a layer c
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping, Sequence
-from functools import cache, partial
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -33,6 +32,7 @@ _SAME = {2: 0.05, 4: 0.005}
 class PerSample(nn.Module):
     """What makes a mixer compute each sample of a row by itself; the class of a mixer derives from it."""
 
+    config_of_model: PretrainedConfig
     bounds: SampleBounds | None = None
     """Those of the row that its layer computes; None if that is a sample alone."""
     whole_rows: bool | None = None
@@ -99,6 +99,32 @@ def _difference(ours_TH: torch.Tensor, theirs_TH: torch.Tensor) -> float:
     return float(((ours - theirs).norm(dim=1) / theirs.norm(dim=1).clamp_min(1e-30)).max())
 
 
+class GivesSamples(nn.Module):
+    """What makes a layer give the samples of its row to its mixers; the class of a layer derives from it.
+
+    Not every layer passes its arguments on to its mixer. If a layer is recomputed, transformers since 5.20 calls this
+    method again, and no hook.
+    """
+
+    def forward(self, *inputs: Any, **named: Any) -> Any:
+        """Call the layer.
+
+        Raises:
+            UserError: the model does not pass the samples on to its layers.
+        """
+        mixers = [part for part in self.modules() if isinstance(part, PerSample)]
+        bounds, config = named.get("packed_bounds"), mixers[0].config_of_model
+        if bounds is None and config._attn_implementation == ATTENTION:
+            raise UserError(
+                f"models of type {config.model_type} do not pass the samples' lengths to their layers, which packing "
+                f"needs: {UNPACK}"
+            )
+        assert bounds is None or bounds.sequence.size == 1  # model_options.refuse_unsplittable
+        for mixer in mixers:
+            mixer.bounds = bounds
+        return super().forward(*inputs, **named)
+
+
 def mixers_of(module: nn.Module, config: PretrainedConfig) -> list[nn.Module]:
     """Return the mixers with a state in a module, of a model with this configuration of its text part."""
     name = MIXERS.get(config.model_type)
@@ -106,40 +132,21 @@ def mixers_of(module: nn.Module, config: PretrainedConfig) -> list[nn.Module]:
 
 
 def split_mixers(hf: PreTrainedModel) -> None:
-    """Let the mixers of a model compute sample by sample.
-
-    Not every layer passes its arguments on to its mixer. The layer receives the samples with each forward pass, and
-    again if it is recomputed, and gives them to its mixer.
-    """
+    """Let the mixers of a model compute sample by sample."""
     config = hf.config.get_text_config()
     for layer in blocks_of(hf):
-        mixers = mixers_of(layer, config)
-        for mixer in mixers:
-            if not isinstance(mixer, PerSample):
-                mixer.__class__ = _per_sample(type(mixer))
+        for mixer in (mixers := mixers_of(layer, config)):
+            _derive(mixer, PerSample)
+            mixer.config_of_model = config
         if mixers:
-            layer.register_forward_pre_hook(partial(_tell, mixers, config), with_kwargs=True)
+            _derive(layer, GivesSamples)
+
+
+def _derive(module: Any, base: type[nn.Module]) -> None:
+    if not isinstance(module, base):
+        module.__class__ = _derived(base, type(module))
 
 
 @cache  # torch.compile would compile the layers of each class again
-def _per_sample(kind: type[nn.Module]) -> type[PerSample]:
-    return type(kind.__name__, (PerSample, kind), {"__module__": kind.__module__})
-
-
-def _tell(
-    mixers: Sequence[PerSample], config: PretrainedConfig, _layer: nn.Module, _inputs: Any, named: Mapping[str, Any]
-) -> None:
-    """Give the samples of a layer's row to its mixers.
-
-    Raises:
-        UserError: the model does not pass them on to its layers.
-    """
-    bounds = named.get("packed_bounds")
-    if bounds is None and config._attn_implementation == ATTENTION:
-        raise UserError(
-            f"models of type {config.model_type} do not pass the samples' lengths to their layers, which packing "
-            f"needs: {UNPACK}"
-        )
-    assert bounds is None or bounds.sequence.size == 1  # model_options.refuse_unsplittable
-    for mixer in mixers:
-        mixer.bounds = bounds
+def _derived(base: type[nn.Module], kind: type[nn.Module]) -> type[nn.Module]:
+    return type(kind.__name__, (base, kind), {"__module__": kind.__module__})

@@ -124,6 +124,7 @@ class Pretrained(Generic[Model]):
                 attn_implementation=self._attention,
                 trust_remote_code=self.trust_remote_code,
             )
+        hf.config.dtype = self.dtype  # transformers 4 keeps that of the files
         if hf.can_generate():
             with suppress(OSError):  # the model may have no such file; hf has the settings of its configuration
                 hf.generation_config = GenerationConfig.from_pretrained(self.path)
@@ -171,7 +172,9 @@ class Pretrained(Generic[Model]):
             "has weights that the model does not use:": [
                 name for name in info["unexpected_keys"] if not self.is_unused(name, hf)
             ],
-            "has weights of another shape than its config.json:": [str(found[0]) for found in info["mismatched_keys"]],
+            "has weights of another shape than its config.json:": [
+                found if isinstance(found, str) else str(found[0]) for found in info["mismatched_keys"]
+            ],
         }
         for problem, names in problems.items():
             if names:
@@ -281,6 +284,13 @@ def model_file(path: str, name: str, commit: str | None = None) -> Path | None:
     return None if found is None else Path(found)
 
 
+def has_transformers_4() -> bool:
+    """Return whether transformers 4 is installed, which computes some models in another way."""
+    from transformers import __version__
+
+    return __version__.startswith("4.")
+
+
 @contextmanager
 def parameters_on_meta() -> Iterator[None]:
     """Build modules whose parameters have no memory. Buffers are computed as usual, because no file has them.
@@ -305,4 +315,9 @@ def _in_one_line(what: str, path: str, key: str) -> Iterator[None]:
     try:
         yield
     except (OSError, ValueError, KeyError) as error:
+        if packed_attention.ATTENTION in error.args:
+            raise UserError(
+                f"{key} {path}: this version of transformers has no custom attention function for models of this type, "
+                "which packing needs: install transformers 5, or use another model"
+            ) from error
         raise UserError(f"{key}: no {what} could be loaded from {path!r}: {loading_problem(path, error)}") from error

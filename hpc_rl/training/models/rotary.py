@@ -83,6 +83,8 @@ class _Lengths:
         positions = arguments.pop("position_ids")
         places, parts = [], []
         for length, place in self._groups(positions):
+            for name in [name for name in vars(module) if name.endswith("_long_inv_freq")]:
+                delattr(module, name)  # transformers up to 5.19 fails if a type of layers has it already
             module.forward(**arguments, position_ids=torch.zeros_like(positions[..., :1]))
             last = torch.full_like(positions[..., :1], length - 1)
             shown = torch.cat([positions if place is None else positions[..., place], last], dim=-1)

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from hpc_rl.training.models.pretrained import has_transformers_4
 from hpc_rl.training.parallel.distributed import World
 
 if TYPE_CHECKING:
@@ -136,11 +137,11 @@ def router_metrics(sums_L2E: torch.Tensor, coefficient: float | None) -> dict[st
 
 def find_routers(hf: PreTrainedModel) -> Routers | None:
     """Return the routers of a model, with hooks that count from now on; None for models that are not in FAMILIES, and
-    for transformers 4, whose routers are linear layers that return logits only."""
+    for transformers 4, whose routers return other values."""
     config = hf.config.get_text_config()
     recorders = getattr(hf.base_model, "_can_record_outputs", None) or {}
     kind = getattr(recorders.get("router_logits"), "target_class", None)
-    if config.model_type not in FAMILIES or kind is None or issubclass(kind, nn.Linear):
+    if config.model_type not in FAMILIES or kind is None or has_transformers_4():
         return None
     modules = [module for module in hf.modules() if isinstance(module, kind)]
     return Routers(modules, getattr(config, "router_aux_loss_coef", None)) if modules else None

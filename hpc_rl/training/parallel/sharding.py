@@ -48,7 +48,8 @@ def shard(model: Model, world: World, trainer: ShardingOptions) -> Model:
     """Shard a model, which may be on the meta device, in place; return it.
 
     Raises:
-        UserError: trainer.sharding is hybrid, and the nodes have different numbers of ranks.
+        UserError: trainer.sharding is hybrid, and the nodes have different numbers of ranks; or the installed versions
+            cannot train experts on several ranks.
     """
     if not is_sharded(world):
         return model
@@ -73,10 +74,20 @@ def shard(model: Model, world: World, trainer: ShardingOptions) -> Model:
     # The root holds embeddings and LM head. The backward pass begins with them, so they stay gathered until then.
     fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
     # With transformers 4, an expert that no token of a rank has chosen has no gradient there. FSDP would leave it out
-    # on that rank, and ranks would reduce tensors of different lengths. Earlier versions of torch lack this setting.
-    if isinstance(model, FSDPModule) and hasattr(model, "set_reduce_scatter_unused_params"):
+    # on that rank, and ranks would reduce tensors of different lengths.
+    if isinstance(model, FSDPModule) and reduces_unused():
         model.set_reduce_scatter_unused_params(True)
+    elif any(".experts.0." in name and weight.requires_grad for name, weight in model.named_parameters()):
+        raise UserError(
+            f"{world.size} ranks cannot train a mixture of experts with transformers 4 and torch {torch.__version__}: "
+            "install transformers 5 or torch 2.13"
+        )
     return model
+
+
+def reduces_unused() -> bool:
+    """Return whether this version of torch can reduce parameters that have no gradient."""
+    return hasattr(FSDPModule, "set_reduce_scatter_unused_params")
 
 
 def choose(requested: str, state_bytes: int, world: World, memory: int | None) -> Sharding:

@@ -30,6 +30,7 @@ from hpc_rl.training.models.causal_lm import load_model, load_tokenizer
 from hpc_rl.training.optim import build_optimizer
 from hpc_rl.training.parallel.distributed import World
 from tests.helpers import make_tiny_model
+from tests.marks import unless_4
 
 WORLD = World(rank=0, size=1, device=torch.device("cpu"))
 
@@ -82,7 +83,7 @@ def test_another_dtype_and_a_single_checkpoint(tmp_path: Path) -> None:
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype="auto").dtype == torch.bfloat16
 
 
-@pytest.mark.parametrize("kind, settings", [("qwen2", {}), ("qwen3_moe", EXPERTS)])
+@pytest.mark.parametrize("kind, settings", [("qwen2", {}), unless_4("qwen3_moe", EXPERTS)])
 def test_several_processes_write_a_model(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, settings: dict[str, int]
 ) -> None:

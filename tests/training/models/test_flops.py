@@ -13,6 +13,7 @@ from hpc_rl.plan.duration import operations
 from hpc_rl.plan.shape import shape_of
 from hpc_rl.training.models.attention.packed_attention import ATTENTION, register
 from hpc_rl.training.models.causal_lm import CausalLM, Flops, count_flops
+from tests.marks import since_5
 from tests.plan.families import FEW_LAYERS, few_layers
 
 SIZES = {
@@ -28,6 +29,7 @@ SIZES = {
 }
 
 
+@since_5
 @pytest.mark.parametrize(
     ("family", "settings", "layers"),
     [

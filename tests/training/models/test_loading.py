@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +17,7 @@ from hpc_rl.training.models.loading import load_sharded, stored_weights, weights
 from hpc_rl.training.parallel.distributed import World
 from tests.finetune.jobs import spawn
 from tests.helpers import make_tiny_model
+from tests.marks import IS_TRANSFORMERS_4
 from tests.training.models import loaded
 
 UNEVEN = 323
@@ -101,8 +101,9 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 DIRECT = [("policy", name) for name in ("qwen", "tied", "scaled rotary", "buffers", "parts")]
 DIRECT += [("reference", "qwen"), ("critic", "qwen"), ("critic", "tied"), ("critic", "classifier")]
 DIRECT += [("reward", "classifier")]
-DIRECT += [("policy", "no prefix")] if find_spec("transformers.conversion_mapping") else []
-THROUGH_RANK_0 = [("policy", name) for name in ("experts", "pickled", "no prefix", "two names")]
+DIRECT += [("policy", "no prefix")] if not IS_TRANSFORMERS_4 else []
+THROUGH_RANK_0 = [("policy", name) for name in ("pickled", "no prefix", "two names")]
+THROUGH_RANK_0 += [] if IS_TRANSFORMERS_4 else [("policy", "experts")]
 THROUGH_RANK_0 = [case for case in THROUGH_RANK_0 if case not in DIRECT]
 
 

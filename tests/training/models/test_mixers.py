@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file
 from torch.nn.functional import cross_entropy
 from torch.utils._pytree import tree_flatten, tree_unflatten
-from transformers import AutoModelForCausalLM
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 from hpc_rl.config.training.common import ModelConfig, TrainingConfig
 from hpc_rl.errors import UserError
@@ -86,6 +86,18 @@ KINDS: dict[str, dict[str, Any]] = {
     "qwen3_5_moe_text": {**DELTA, **EXPERTS, "shared_expert_intermediate_size": 16},
     "qwen3_next": {**DELTA, **EXPERTS, "shared_expert_intermediate_size": 16, "mlp_only_layers": [0]},
 }
+NEWER: dict[str, dict[str, Any]] = {
+    "bailing_hybrid": {
+        **{**KINDS["kimi_linear"], "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1, "head_dim": 16},
+    },
+    "lara_mini": {
+        **{**DELTA, **EXPERTS, "sliding_window": 6},
+        "layer_types": ["linear_attention", "sliding_attention", "full_attention"],
+    },
+    "lfm3": {"layer_types": ["conv", "full_attention", "conv"]},
+}
+"""Types that transformers has since 5.20."""
+KINDS |= {kind: settings for kind, settings in NEWER.items() if kind in CONFIG_MAPPING}
 
 
 def tiny(folder: Path, kind: str) -> str:
@@ -138,7 +150,7 @@ def test_recomputed_packed_rows_are_the_samples(tmp_path: Path, kind: str) -> No
 
 
 def test_each_kind_is_tried() -> None:
-    assert KINDS.keys() == MIXERS.keys()
+    assert KINDS.keys() | NEWER.keys() == MIXERS.keys()
 
 
 @pytest.mark.parametrize("kind", KINDS)

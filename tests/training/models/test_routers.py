@@ -17,6 +17,7 @@ from hpc_rl.training.models.causal_lm import CausalLM, load_model
 from hpc_rl.training.models.routers import router_metrics
 from hpc_rl.training.parallel.distributed import World
 from tests.helpers import make_tiny_model
+from tests.marks import since_5
 
 ALONE = World(rank=0, size=1, device=torch.device("cpu"))
 KINDS: dict[str, dict[str, Any]] = {
@@ -53,6 +54,7 @@ def update(model: CausalLM, *batches: PackedBatch) -> dict[str, float]:
     return model.routers.take_metrics(ALONE)
 
 
+@since_5
 @pytest.mark.parametrize("kind", list(KINDS))
 def test_auxiliary_loss_equals_that_of_transformers(tmp_path: Path, kind: str) -> None:
     from transformers import AutoModelForCausalLM
@@ -68,6 +70,7 @@ def test_auxiliary_loss_equals_that_of_transformers(tmp_path: Path, kind: str) -
     assert update(model, row)["aux_loss"] == pytest.approx(0.02 * expected, abs=1e-7)
 
 
+@since_5
 @pytest.mark.parametrize("recompute", [False, True])
 def test_any_division_of_a_batch_gives_the_same(tmp_path: Path, recompute: bool) -> None:
     """Rows without samples, tokens that fill up a row, and passes without gradients do not count."""

@@ -17,6 +17,7 @@ from hpc_rl.training.models.causal_lm import CausalLM, causal_lm
 from hpc_rl.training.models.loading import load_sharded
 from hpc_rl.training.models.scalar_model import critic
 from hpc_rl.training.parallel.distributed import World
+from tests.marks import since_5
 from tests.training.models.attention.test_packed_attention import spread_sinks
 
 WORLD = World(0, 1, torch.device("cpu"))
@@ -48,6 +49,7 @@ def test_models_that_are_right_are_loaded(tmp_path: Path, kind: str, settings: d
     assert model.hf.config._attn_implementation == packed_attention.ATTENTION
 
 
+@since_5
 def test_a_model_with_another_state_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its settings name neither its layers nor its cap as other families do."""
     monkeypatch.setattr(model_families, "REFUSALS", {})  # as for a family that is not named there

@@ -18,6 +18,7 @@ from hpc_rl.training.models import causal_lm
 from hpc_rl.training.models.attention.packed_batch import pack_samples
 from hpc_rl.training.models.causal_lm import load_model
 from tests.helpers import make_tiny_model
+from tests.marks import since_5, unless_4
 from tests.training.models.attention.test_packed_attention import spread_sinks
 
 LENGTHS = ([7, 40, 13, 3, 21], [16, 17, 64, 30, 17], [5, 9, 11, 2, 1])
@@ -71,6 +72,13 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {  # and those of tests/models
                 "sliding_attention": {"rope_type": "default"},
                 "full_attention": DYNAMIC["rope_parameters"],
             },
+        },
+    ),
+    "gemma3_text, longrope": (
+        "gemma3_text",
+        {
+            **LAYERS,
+            "rope_parameters": {"sliding_attention": {"rope_type": "default"}, "full_attention": LONGROPE},
         },
     ),
     "gemma4_unified_text": ("gemma4_unified_text", {**UNCAPPED, **LAYERS, "global_head_dim": 8}),
@@ -180,8 +188,8 @@ def test_this_finds_frequencies_of_another_sample(tmp_path: Path, monkeypatch: p
     [
         ("llama4_text", {}, "layers of type chunked_attention"),
         ("llama4_text", {"layer_types": ["full_attention"] * 2}, "scale queries by their position in the row"),
-        ("phimoe", {"sliding_window": 6}, r"attention \(sliding_window=6\), but do not pass the window"),
-        ("qwen2_moe", {"sliding_window": 6, "use_sliding_window": True}, "sliding-window attention"),
+        unless_4("phimoe", {"sliding_window": 6}, r"attention \(sliding_window=6\), but do not pass the window"),
+        unless_4("qwen2_moe", {"sliding_window": 6, "use_sliding_window": True}, "sliding-window attention"),
         ("doge", {}, "doge need a mask of their own in attention"),
         ("deepseek_v32", {**LATENT, **EXPERTS, "n_routed_experts": 4}, "attend to selected or compressed keys"),
     ],
@@ -194,6 +202,7 @@ def test_models_whose_samples_would_be_others_are_refused(
         list(packed_results(load_model(ModelConfig(path=str(folder))), samples_of([3])))
 
 
+@since_5
 def test_one_length_for_all_samples(tmp_path: Path) -> None:
     """As an engine has it: the short factors are the long ones."""
     model, plain = model_of(tmp_path, "phi3")
