@@ -12,7 +12,6 @@ import torch
 
 from hpc_rl.config.training.common import ModelConfig, TrainingConfig
 from hpc_rl.errors import EXIT_STOPPED, UserError
-from hpc_rl.training.models.attention.packed_batch import filler
 from hpc_rl.training.models.causal_lm import CausalLM, causal_lm
 from hpc_rl.training.models.loading import load_sharded
 from hpc_rl.training.parallel.distributed import World
@@ -67,9 +66,9 @@ def test_two_ranks_stop_resume_and_export(tmp_path: Path, kind: str) -> None:
     assert run_here(base, tmp_path / "whole", "trainer.export=false") == 0
     losses = series(tmp_path / "run", "train/loss")
     assert losses == pytest.approx(series(tmp_path / "whole", "train/loss"), abs=1e-3) and losses[-1] < losses[0]
-    row = filler(3)
-    exported, trained = (load(str(folder)).hidden(row) for folder in (tmp_path / "run" / "model", tmp_path / "base"))
-    assert not torch.equal(exported, trained)
+    before, exported = (load(str(folder)) for folder in (tmp_path / "base", tmp_path / "run" / "model"))
+    same = [torch.equal(a, b) for a, b in zip(before.hf.parameters(), exported.hf.parameters(), strict=True)]
+    assert sum(same) < len(same) / 2
 
 
 def test_pairs_on_two_ranks(tmp_path: Path) -> None:

@@ -149,7 +149,7 @@ def test_packing_and_checkpointing_leave_gradients_as_they_are(tmp_path: Path, c
 @pytest.mark.parametrize(
     ("kind", "settings", "reason"),
     [
-        ("modernbert-decoder", {}, "modernbert-decoder have no plain LM head"),
+        ("modernbert-decoder", {"bos_token_id": 1}, "modernbert-decoder have no plain LM head"),
         ("qwen3", {"final_logit_softcapping": 30.0}, "qwen3 have final_logit_softcapping=30.0, which"),
     ],
 )
