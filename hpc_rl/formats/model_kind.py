@@ -190,7 +190,7 @@ def refuse_unsplittable(key: str, path: str, settings: Mapping[str, Any], size: 
 
 
 def refuse_transformers_4(key: str, path: str, settings: Mapping[str, Any], version: str) -> None:
-    """Raise UserError if transformers 4 is installed, and does not compute a model in packed rows, or computes another one.
+    """Raise UserError if transformers 4 is installed, and cannot compute a model in packed rows, or computes another.
 
     Args:
         key: the option that names `path`, for the error.
