@@ -35,7 +35,7 @@ class Own:
     def reset(self, wrong="", first=None, seed=None, **row):
         self.total, self.wrong, self.said = 0, wrong, ""
         if wrong == "first":
-            return [{"role": "user", "content": {"a": Path("\ud83d")}}]
+            return [{"role": "user", "content": Path("\ud83d")}]
         if wrong == "reset":
             raise OSError("no disk")
         return f"Seed {seed}." if wrong == "seed" else first
@@ -56,7 +56,7 @@ class Own:
     def step(self, text):
         self.said = text
         if self.wrong == "content":
-            return [{"role": "user", "content": {"a": Path("\ud83d")}}]
+            return [{"role": "user", "content": Path("\ud83d")}]
         if text.startswith("again"):
             role = "system" if self.wrong == "role" else "user"
             return [{"role": role, "content": "And?"}]
