@@ -129,7 +129,7 @@ def refuse_quantised(
 
 
 def refuse_transformers_4(key: str, path: str, settings: Mapping[str, Any], version: str) -> None:
-    """Raise UserError if transformers 4 is installed, and would compute another model than its files describe.
+    """Raise UserError if transformers 4 is installed, and cannot compute a model in packed rows, or computes another.
 
     Args:
         key: the option that names `path`, for the error.
@@ -137,8 +137,8 @@ def refuse_transformers_4(key: str, path: str, settings: Mapping[str, Any], vers
         version: of transformers; empty if it is not known.
     """
     settings, problem = text_settings(settings), ""
-    if settings.get("model_type") in ("falcon_h1", "jamba"):
-        problem = f"computes layers with a state of {settings['model_type']} in another way"
+    if settings.get("model_type") in ("bamba", "falcon_h1", "granitemoehybrid", "jamba"):
+        problem = f"gives attention a mask of its own in models of type {settings['model_type']}"
     elif settings.get("rope_parameters"):
         problem = "does not read the rotary embedding that transformers 5 has saved (rope_parameters in config.json)"
     if problem and version.startswith("4."):

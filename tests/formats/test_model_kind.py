@@ -109,7 +109,7 @@ def test_types_of_weights_show_quantisation(
 @pytest.mark.parametrize(
     ("settings", "problem"),
     [
-        ({"model_type": "jamba"}, "computes layers with a state of jamba in another way"),
+        ({"model_type": "jamba"}, "gives attention a mask of its own in models of type jamba"),
         ({"text_config": {"model_type": "qwen3", "rope_parameters": {"rope_theta": 1e6}}}, "does not read the rotary"),
         ({"model_type": "qwen3", "rope_theta": 1e6}, None),
     ],
