@@ -98,7 +98,7 @@ def load_chat(path: str, temperature: float, max_tokens: int, trust_remote_code:
 
     from hpc_rl.training.models.causal_lm import load_tokenizer
     from hpc_rl.training.models.pretrained import from_pretrained, settings_of
-    from hpc_rl.training.models.wrappers import wrapper_class
+    from hpc_rl.training.wrappers import wrapper_class
 
     if not trust_remote_code and "auto_map" in settings_of(path, "model"):
         raise UserError(

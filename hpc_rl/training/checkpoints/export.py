@@ -38,8 +38,8 @@ from hpc_rl.training.models import safetensors_files
 from hpc_rl.training.models.loading import weights_of
 from hpc_rl.training.models.pretrained import from_pretrained, parameters_on_meta
 from hpc_rl.training.models.stored_form import changes_weights
-from hpc_rl.training.models.wrappers import language_class, wrapper_class
 from hpc_rl.training.parallel.distributed import ONE_PROCESS, World
+from hpc_rl.training.wrappers import language_class, wrapper_class
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -36,7 +36,7 @@ from hpc_rl.formats.peft_folder import (
 )
 from hpc_rl.training.models.four_bit import FourBitLinear
 from hpc_rl.training.models.safetensors_files import contents
-from hpc_rl.training.models.wrappers import is_cut
+from hpc_rl.training.wrappers import is_cut
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

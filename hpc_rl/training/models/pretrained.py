@@ -26,7 +26,7 @@ from hpc_rl.formats.model_kind import is_classifier, refuse_quantised
 from hpc_rl.formats.safetensors_header import read_header
 from hpc_rl.training.models.attention import packed_attention
 from hpc_rl.training.models.stored_form import follow_files
-from hpc_rl.training.models.wrappers import (
+from hpc_rl.training.wrappers import (
     LANGUAGE,
     OF_LANGUAGE,
     is_cut,
