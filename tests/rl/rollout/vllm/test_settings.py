@@ -34,3 +34,23 @@ def test_settings_by_device(tmp_path: Path) -> None:
     assert modes == ["raw_logprobs", *["processed_logprobs"] * 3] and cpu["logprobs_mode"] == "raw_logprobs"
     assert not {"enable_sleep_mode", "gpu_memory_utilization", "weight_transfer_config"} & set(cpu)
     assert own.items() <= cpu.items() and own.items() <= cuda.items()
+
+
+def test_states_are_not_cached_on_cpus(tmp_path: Path) -> None:
+    """vLLM needs chunks of prompts for that, which are off on CPUs."""
+    found = {}
+    for kind in ("qwen3", "lfm2"):
+        config = AutoConfig.for_model(kind)
+        for device in ("cpu", "cuda"):
+            settings = engine_settings(
+                ModelConfig(path=str(tmp_path)), RolloutConfig(), config, 400, 1, Placement(device)
+            )
+            found[kind, device] = settings["enable_prefix_caching"]
+    assert [key for key, is_cached in found.items() if not is_cached] == [("lfm2", "cpu")]
+
+
+def test_the_cache_of_layers_that_differ_has_room_for_the_largest(tmp_path: Path) -> None:
+    config = AutoConfig.for_model("gemma4_text", head_dim=16, global_head_dim=32, num_hidden_layers=2)
+    rollout = RolloutConfig(max_num_seqs=1)
+    settings = engine_settings(ModelConfig(path=str(tmp_path)), rollout, config, 100, 1, Placement("cpu"))
+    assert settings["kv_cache_memory_bytes"] == 3 * 128 * 2 * 2 * config.num_key_value_heads * 32 * 4
