@@ -155,7 +155,9 @@ def test_families_that_the_engine_cannot_load_are_refused(folder: Path, model: P
     values = {"data.files": ["train.jsonl"], "data.prompt_key": "question", "trainer.device": "cpu"}
     with pytest.raises(UserError, match=r"model\.path mamba cannot be trained: models of type mamba have"):
         check_job("generate", {**values, "model.path": "mamba"})  # rollout.name=auto is hf, which is training's code
-    refusal = r"rollout\.name=vllm cannot load model\.path bamba: models of type bamba have .*: set rollout\.name=hf, or"
+    refusal = (
+        r"rollout\.name=vllm cannot load model\.path bamba: models of type bamba have .*: set rollout\.name=hf, or"
+    )
     for check in (
         lambda: check_ppo(model__path="bamba", rollout__name="vllm"),
         lambda: check_job("generate", {**values, "model.path": "bamba", "rollout.name": "vllm"}),
