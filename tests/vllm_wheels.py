@@ -25,7 +25,7 @@ PROCESSES = (
     ("check_calls.py", "check_caches.py", "check_weight_sync.py"),
     ("check_families.py",),
 )
-"""The first ones pretend a GPU to the whole of vLLM, and the last ones a CPU. Therefore, they have their own process."""
+"""The first ones pretend a GPU to the whole of vLLM, and the last ones a CPU: each in a process of their own."""
 TIMEOUT_S = 1700
 DOWNLOAD_TIMEOUT_S = 3600
 

@@ -162,6 +162,26 @@ def test_a_model_that_the_transformers_of_the_job_reads_wrongly_is_refused(
     check_ppo(model__path="jamba", slurm__modules=["python"])  # nobody knows its version
 
 
+def test_families_that_the_engine_cannot_load_are_refused(folder: Path, model: Path) -> None:
+    for kind in ("bamba", "mamba"):
+        shutil.copytree(model, folder / kind)
+        settings = json.loads((model / "config.json").read_text())
+        (folder / kind / "config.json").write_text(json.dumps({**settings, "model_type": kind}))
+    check_ppo(model__path="bamba")
+    values = {"data.files": ["train.jsonl"], "data.prompt_key": "question", "trainer.device": "cpu"}
+    with pytest.raises(UserError, match=r"model\.path mamba cannot be trained: models of type mamba have"):
+        check_job("generate", {**values, "model.path": "mamba"})  # rollout.name=auto is hf, which is training's code
+    refusal = (
+        r"rollout\.name=vllm cannot load model\.path bamba: models of type bamba have .*: set rollout\.name=hf, or"
+    )
+    for check in (
+        lambda: check_ppo(model__path="bamba", rollout__name="vllm"),
+        lambda: check_job("generate", {**values, "model.path": "bamba", "rollout.name": "vllm"}),
+    ):
+        with pytest.raises(UserError, match=refusal):
+            check()
+
+
 @pytest.mark.parametrize("kind", ["generate", "eval"])
 @pytest.mark.usefixtures("folder")
 def test_environments_of_generation_are_looked_for(kind: str) -> None:

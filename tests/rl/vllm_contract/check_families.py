@@ -22,7 +22,7 @@ from hpc_rl.rl.rollout.vllm.settings import engine_settings
 from hpc_rl.rl.rollout.vllm.worker import WeightUpdates
 from hpc_rl.rl.weights.buckets import pack
 from hpc_rl.training.models.pretrained import _UNUSED
-from tests.rl.vllm_contract.families import FAMILIES, ROOM, changed, make_family, sent
+from tests.rl.vllm_contract.families import FAMILIES, ROOM, WHOLE, changed, make_family, sent
 from tests.rl.vllm_contract.stand_ins import stand_in
 
 stand_in()
@@ -84,14 +84,13 @@ def test_each_weight_arrives(tmp_path: Path, kind: str, monkeypatch: pytest.Monk
     """The model is then what it would be if vLLM had read them from files, under the names of the policy's files."""
     from vllm.model_executor.model_loader.reload import layerwise
 
-    monkeypatch.setattr(torch.cuda, "Stream", object)
     monkeypatch.setattr(layerwise, "QuantizeMethodBase", type("NoMethod", (), {}))
     monkeypatch.setattr(layerwise, "is_deferred_attention_layer", lambda _: False)
     folder = make_family(tmp_path, kind)
     weights = sent(changed(folder, "float32"), "float32")
     files = load_file(folder / "model.safetensors")
     assert {name: weight.shape for name, weight in weights} == {
-        name: weight.shape for name, weight in files.items() if kind == "gemma3" or not _UNUSED.search(name)
+        name: weight.shape for name, weight in files.items() if kind in WHOLE or not _UNUSED.search(name)
     }
     config, model = build(folder)
     model.load_weights(iter(weights))

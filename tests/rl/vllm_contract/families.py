@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 import transformers
-from safetensors.torch import load_file, save_file
 from transformers import AutoConfig
 
 from hpc_rl.config.training.common import ModelConfig
@@ -29,24 +28,21 @@ FAMILIES: dict[str, dict[str, Any]] = {
     **{kind: {} for kind in ("gemma3_text", "gpt_oss", "granite", "jamba")},
     **{kind: {} for kind in ("olmo2", "olmo3", "phi3", "smollm3")},
     **dict.fromkeys(("cohere2", "gemma3"), TIED),
-    **dict.fromkeys(("gemma4", "gemma4_text"), {"num_experts": NONE, "global_head_dim": 32}),
+    **{kind: {"num_experts": NONE, "global_head_dim": 32} for kind in ("gemma4", "gemma4_text")},
     "falcon_h1": {**MAMBA, "mamba_norm_before_gate": False},
     "granitemoehybrid": MAMBA,
-    "kimi_linear": {"mla_use_nope": True},
     "nemotron_h": {"layers_block_type": ["mamba", "attention", "mlp"], "num_hidden_layers": 3},
-    **dict.fromkeys(("olmo_hybrid", "qwen3_5", "qwen3_5_text"), DELTA),
-    **dict.fromkeys(("qwen3_5_moe", "qwen3_5_moe_text", "qwen3_next"), {**DELTA, **EXPERTS}),
+    **dict.fromkeys(("qwen3_5", "qwen3_5_text"), DELTA),
+    **{kind: {**DELTA, **EXPERTS} for kind in ("qwen3_5_moe", "qwen3_5_moe_text", "qwen3_next")},
     "deepseek_v3": {**EXPERTS, **LATENT, "topk_method": "noaux_tc", "scoring_func": "sigmoid"},
     "lfm2": {"block_dim": 64, "conv_dim": 64, **TIED},
     "lfm2_moe": {**EXPERTS, **TIED},
 }
 """model_type -> settings of its own."""
-OLDER_NAMES = {
-    "olmo_hybrid": {"attention_layer_norm": "input_layernorm", "feedforward_layer_norm": "post_attention_layernorm"}
-}
-"""model_type -> names in files as transformers saves them -> those that vLLM reads. transformers reads both."""
 WRAPPERS = ("gemma3", "gemma4", "qwen3_5", "qwen3_5_moe")
 """Those with parts that read images."""
+WHOLE = ("gemma3", "gemma4")
+"""Wrappers that are trained, and sent, with these parts."""
 
 
 def make_family(folder: Path, kind: str) -> Path:
@@ -69,16 +65,7 @@ def make_family(folder: Path, kind: str) -> Path:
             if parameter.ndim > 1:
                 parameter.mul_(3)  # so that attention is not uniform
     model.save_pretrained(folder)
-    if kind in OLDER_NAMES:
-        file = folder / "model.safetensors"
-        save_file({_renamed(name, kind): weight for name, weight in load_file(file).items()}, file, {"format": "pt"})
     return folder
-
-
-def _renamed(name: str, kind: str) -> str:
-    for saved, known in OLDER_NAMES[kind].items():
-        name = name.replace(saved, known)
-    return name
 
 
 def _sized(config: Any, kind: str, is_text: bool) -> dict[str, Any]:

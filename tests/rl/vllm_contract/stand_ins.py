@@ -6,7 +6,6 @@ To import Qwen3.5, vLLM imports torchvision, which these tests do not install.
 from __future__ import annotations
 
 import importlib.util
-import os
 import sys
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
@@ -16,7 +15,6 @@ from typing import Any
 
 def stand_in() -> None:
     """Call this before anything else imports vLLM."""
-    os.environ["VLLM_KIMI_K3_GEMM_AR"] = "0"  # code of NVIDIA's
     if importlib.util.find_spec("torchvision") is None:
         sys.meta_path.append(_Finder())
     import vllm.platforms
@@ -24,10 +22,6 @@ def stand_in() -> None:
     from vllm.platforms.cpu import CpuPlatform
 
     vllm.platforms._current_platform = CpuPlatform()
-    from vllm.triton_utils import triton
-
-    if not hasattr(triton, "set_allocator"):
-        triton.set_allocator = lambda _: None
     lazy: Any = registry._LazyRegisteredModel  # which would start a process to look at each class
     lazy.inspect_model_cls = lambda self: registry._ModelInfo.from_model_cls(self.load_model_cls())
 
@@ -38,7 +32,7 @@ class _Names(type):
 
 
 class _Module(ModuleType):
-    __path__: list[str] = []
+    __path__ = ()
 
     def __getattr__(self, name: str) -> Any:
         return _named(name)

@@ -83,8 +83,7 @@ def _cpu_cache_bytes(config: PretrainedConfig, rollout: EngineConfig, max_length
     # Layers of Gemma 4 differ in these, and its configuration refuses to name one number.
     given = text.to_dict()
     heads = given.get("num_key_value_heads") or text.num_attention_heads
-    sizes = [given.get(name) or 0 for name in ("head_dim", "global_head_dim")]
-    head_size = max(sizes) or text.hidden_size // text.num_attention_heads
+    head_size = given.get("head_dim") or text.hidden_size // text.num_attention_heads
     itemsize = getattr(torch, engine_dtype(rollout, "cpu")).itemsize
     per_token = 2 * text.num_hidden_layers * heads * head_size * itemsize
     blocks = -(-max_length // CPU_BLOCK) + 1

@@ -34,8 +34,9 @@ class WeightUpdates:
 
     def start_tracked_update(self) -> None:
         """Start an update by vLLM's own transfers, whose parts come to `update_weights`."""
+        names = parameter_names(self.get_model())
         self.start_weight_update()
-        self._missing = track_loading(self.get_model())
+        self._missing = track_loading(self.get_model(), names)
 
     def finish_tracked_update(self) -> list[str]:
         """Return the names of the parameters that the update did not contain."""
@@ -48,9 +49,10 @@ class WeightUpdates:
         from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
 
         model = self.get_model()
+        names = parameter_names(model)
         with set_current_vllm_config(self.vllm_config):
             initialize_layerwise_reload(model)
-        self._missing = track_loading(model)
+        self._missing = track_loading(model, names)
 
     def load_host_bucket(self, bucket: Bucket) -> None:
         from vllm.config import set_current_vllm_config
@@ -84,13 +86,20 @@ def pack_again(model: nn.Module) -> None:
             kernel.fused_experts.process_weights_after_loading(layer)
 
 
-def track_loading(model: nn.Module) -> set[str]:
-    """Return the names of the model's parameters, from which each call of its `load_weights` removes what it loads.
+def parameter_names(model: nn.Module) -> set[str]:
+    return {name for name, _ in model.named_parameters()}
 
-    Before an update has started, a model also has parameters that vLLM computes from others, such as those of MLA.
+
+def track_loading(model: nn.Module, names: set[str]) -> set[str]:
+    """Return the names of the parameters that a started update has to bring. Each call of the model's `load_weights`
+    removes what it loads.
+
+    Args:
+        names: of the parameters before the update started, tied ones once. They include those that vLLM computes from
+            others (MLA), which are gone when an update has started.
     """
     model.__dict__.pop("load_weights", None)  # of the previous update
-    missing = {name for name, _ in model.named_parameters()}
+    missing = names & parameter_names(model)
     load = model.load_weights
 
     def tracked(weights: Any) -> Any:

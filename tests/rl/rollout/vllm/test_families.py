@@ -20,7 +20,10 @@ from tests.rl.rollout.vllm.test_engine import needs_vllm
 from tests.rl.vllm_contract.families import changed, make_family, sent
 
 SHORT = ("gpt_oss", "granitemoehybrid")
-EXACT = (*SHORT, "lfm2", "phi3")
+EXACT = (
+    *(*SHORT, "cohere2", "falcon_h1", "gemma3", "gemma3_text"),
+    *("granite", "olmo2", "olmo3", "phi3", "smollm3"),
+)
 ROUNDED = ("qwen3_next",)
 """Their kernels for CPUs compute in bfloat16 only."""
 
@@ -51,7 +54,7 @@ def test_after_a_sync_log_probabilities_are_the_trainers(tmp_path: Path, dtype: 
     for kind, policy in zip(kinds, policies, strict=True):
         assert "error" not in found[kind], (kind, found[kind])
         before, *after = (difference(policy, found[kind][f"sync {number}"]) for number in range(3))
-        assert before > 0.1, (kind, before)
+        assert before > 0.02, (kind, before)  # the logits of Cohere 2 are small
         assert max(after) < (1e-4 if dtype == "float32" else before / 3), (kind, before, after)
 
 

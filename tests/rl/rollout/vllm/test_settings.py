@@ -34,3 +34,16 @@ def test_settings_by_device(tmp_path: Path) -> None:
     assert modes == ["raw_logprobs", *["processed_logprobs"] * 3] and cpu["logprobs_mode"] == "raw_logprobs"
     assert not {"enable_sleep_mode", "gpu_memory_utilization", "weight_transfer_config"} & set(cpu)
     assert own.items() <= cpu.items() and own.items() <= cuda.items()
+
+
+def test_states_are_not_cached_on_cpus(tmp_path: Path) -> None:
+    """vLLM needs chunks of prompts for that, which are off on CPUs."""
+    found = {}
+    for kind, layers in {"qwen3": ["full_attention"] * 2, "lfm2": ["conv", "full_attention"]}.items():
+        config = AutoConfig.for_model(kind, num_hidden_layers=2, layer_types=layers)
+        for device in ("cpu", "cuda"):
+            settings = engine_settings(
+                ModelConfig(path=str(tmp_path)), RolloutConfig(), config, 400, 1, Placement(device)
+            )
+            found[kind, device] = settings["enable_prefix_caching"]
+    assert [key for key, is_cached in found.items() if not is_cached] == [("lfm2", "cpu")]
