@@ -90,7 +90,6 @@ COUNTED = [pytest.param(kind, marks=[] if kind in OFTEN else [pytest.mark.long])
 @pytest.mark.parametrize("kind", COUNTED)
 def test_parameters_of_each_family(kind: str) -> None:
     """With the settings that transformers has as defaults: often those of a published model."""
-    transformers.AutoConfig.for_model(kind)
     for more in VARIANTS.get(kind) or [{}]:
         config = transformers.AutoConfig.for_model(kind, **more)
         whole = count("AutoModelForCausalLM", config.get_text_config())
@@ -101,7 +100,7 @@ def test_parameters_of_each_family(kind: str) -> None:
 def test_parameters_from_published_settings(kind: str) -> None:
     """As files name them that are older than this transformers."""
     settings = PUBLISHED[kind]
-    config = transformers.AutoConfig.for_model(settings["model_type"], **settings)
+    config = transformers.AutoConfig.for_model(**settings)
     assert shape_of(settings, "m").total == count("AutoModelForCausalLM", config)
 
 

@@ -60,7 +60,12 @@ OFTEN = {"deepseek_v3", "falcon_h1", "nemotron_h", "qwen3_5_text"}
 
 
 @pytest.mark.parametrize(
-    "kind", [pytest.param(kind, marks=[] if kind in OFTEN else [pytest.mark.long]) for kind in FEW_LAYERS]
+    "kind",
+    [
+        pytest.param(kind, marks=[] if kind in OFTEN else [pytest.mark.long])
+        for kind in FEW_LAYERS
+        if kind != "longcat_flash"  # its routers have experts without weights, which need values
+    ],
 )
 def test_operations_are_those_that_torch_counts(kind: str) -> None:
     """Of a forward pass, without computing it: transformers' own code on the meta device, with layers of real widths.
