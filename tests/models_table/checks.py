@@ -321,11 +321,13 @@ def _cell(row: Row, column: Column, known: Mapping[str, Cell]) -> Cell:
 
 def reason_of(error: Exception, row: Row) -> str:
     """Return the reason in an error in a few words, without what depends on this run: folders and numbers."""
-    text = re.sub(r"\S*" + re.escape(str(row.folder)) + r"\S*:? ?", "", str(error).strip().splitlines()[0])
+    lines = str(error).strip().splitlines() or [""]
+    line = lines[-1 if lines[0].startswith("Traceback") else 0]
+    text = re.sub(r"\S*" + re.escape(str(row.folder)) + r"\S*:? ?", "", line)
     text = re.sub(r" \((relative differences|in all): [^)]*\)", "", text)
     if isinstance(error, UserError):
-        return re.sub(r"^model\.\w+: |.*models of type \S+ ", "", text).partition(": ")[0]
-    return f"{type(error).__name__}: {text.partition('. ')[0]}"
+        return re.sub(rf"^(model\.\w+|{row.kind}): |.*models of type \S+ ", "", text).partition(": ")[0]
+    return text.partition(". ")[0] if line is not lines[0] else f"{type(error).__name__}: {text.partition('. ')[0]}"
 
 
 def _refuse_rising(losses: list[float]) -> None:
