@@ -328,7 +328,8 @@ def reason_of(error: Exception, row: Row) -> str:
     text = re.sub(r"\S*" + re.escape(str(row.folder)) + r"\S*:? ?", "", (str(error).strip() or "?").splitlines()[0])
     text = re.sub(r" \((relative differences|in all): [^)]*\)", "", text)
     if isinstance(error, UserError):
-        return re.sub(rf"^(model\.\w+|{row.kind}): |.*models of type \S+ ", "", text).partition(": ")[0]
+        text = re.sub(rf"^(model\.\w+|{row.kind}): |.*models of type \S+ ", "", text)
+        return re.split(": |; |, so ", text)[0]
     return f"{type(error).__name__}: {text.partition('. ')[0]}"
 
 
