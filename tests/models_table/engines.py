@@ -36,7 +36,10 @@ ERRORS = (UserError, RunError, RuntimeError, ValueError, TypeError, AttributeErr
 ERRORS = (*ERRORS, ImportError, NotImplementedError, OSError)
 
 
-REASONS: dict[str, str] = {}
+REASONS = {
+    "failed to be inspected": "the engine did not start: model architectures failed to be inspected",
+    "validation error for VllmConfig": "the engine did not start: validation error for VllmConfig",
+}
 """Pattern of an error -> what is wrong."""
 
 
