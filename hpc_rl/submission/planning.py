@@ -18,12 +18,10 @@ from hpc_rl.config.training.finetune import FinetuneConfig
 from hpc_rl.config.tree import flat
 from hpc_rl.errors import UserError
 from hpc_rl.formats.hub import hub_config
-from hpc_rl.formats.model_families import refuse_family
-from hpc_rl.formats.model_options import refuse_unsplittable
 from hpc_rl.plan.advice import MOST_NODES, advise, fewest, more_nodes, words
 from hpc_rl.plan.duration import Duration, gpus_of, items_of
 from hpc_rl.plan.hardware import gpu_bytes
-from hpc_rl.plan.memory import Planned, computed_here, models_of
+from hpc_rl.plan.memory import Planned, models_of
 from hpc_rl.plan.plan import Plan, plan_of
 from hpc_rl.plan.rows import MICRO_TOKENS, is_auto
 from hpc_rl.plan.shape import Shape, shape_of
@@ -35,6 +33,7 @@ from hpc_rl.submission.devices import Devices
 from hpc_rl.submission.duration import duration_of, gpu_kind, measured_like
 from hpc_rl.submission.hub import hub_cache
 from hpc_rl.submission.job import Job
+from hpc_rl.submission.preflight.model_rules import rules_for
 from hpc_rl.submission.request import JobRequest
 from hpc_rl.submission.request import plan as plan_request
 from hpc_rl.submission.resources import granted_bytes
@@ -81,16 +80,14 @@ def shapes_of(config: Planned, ask_hub: bool) -> dict[str, Shape]:
         ask_hub: whether to read from the hub what neither a folder nor the cache has.
 
     Raises:
-        UserError: there is no config.json of a model, training cannot compute it, it is of a kind that is not counted,
-            or ranks cannot share its rows as trainer.sequence_parallel requests it.
+        UserError: there is no config.json of a model, the job cannot use such a model (model_rules), or it is of a kind
+            that is not counted.
     """
-    size = 1 if isinstance(config, GenerateConfig) else config.trainer.sequence_parallel
-    found, computed = {}, computed_here(config)
+    found = {}
     for key, path in models_of(config).items():
         settings = _config_of(key, path, config, ask_hub)
-        if key in computed:
-            refuse_family(key, path, settings, computed[key], config.trainer.packing)
-        refuse_unsplittable(key, path, settings, size)
+        for refuse, more in rules_for(key, config):
+            refuse(key, path, settings, *more)
         found[path] = shape_of(settings, f"{key} {path}")
     return found
 

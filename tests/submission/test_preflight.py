@@ -156,7 +156,7 @@ def test_a_model_that_the_transformers_of_the_job_reads_wrongly_is_refused(
     shutil.copytree(model, folder / "jamba")
     settings = json.loads((model / "config.json").read_text())
     (folder / "jamba" / "config.json").write_text(json.dumps({**settings, "model_type": "jamba"}))
-    monkeypatch.setattr(checks, "transformers_version", lambda _python: "4.57.6")
+    monkeypatch.setattr(model_rules, "transformers_version", lambda _python: "4.57.6")
     with pytest.raises(UserError, match=r"model\.path jamba cannot be trained with transformers 4\.57\.6, which give"):
         check_ppo(model__path="jamba")
     check_ppo(model__path="jamba", slurm__modules=["python"])  # nobody knows its version

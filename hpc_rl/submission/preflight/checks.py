@@ -12,7 +12,7 @@ from hpc_rl.config.job import JobConfig
 from hpc_rl.config.ray import RayJobConfig
 from hpc_rl.config.rl.generate import GenerateConfig
 from hpc_rl.config.rl.ppo import PpoConfig
-from hpc_rl.config.rl.rollout import engine_name, engine_spec, room
+from hpc_rl.config.rl.rollout import engine_name, engine_spec
 from hpc_rl.config.training.common import ModelConfig
 from hpc_rl.config.training.finetune import FinetuneConfig
 from hpc_rl.config.training.preferences import RmConfig
@@ -20,12 +20,9 @@ from hpc_rl.config.training.select import SelectConfig
 from hpc_rl.data.selection import check_scored
 from hpc_rl.environments.loading import ENVIRONMENT, TOOLS
 from hpc_rl.errors import UserError
-from hpc_rl.formats.model_families import refuse_family, refuse_unserved
-from hpc_rl.formats.model_kind import refuse_other_frequencies, refuse_transformers_4, refuse_unsplittable_engine
-from hpc_rl.formats.model_options import refuse_option, refuse_unsplittable, refuse_without_liger
 from hpc_rl.images.run_options import image_preflight
 from hpc_rl.liveness.activity import doing
-from hpc_rl.plan.memory import Planned, computed_here, models_of
+from hpc_rl.plan.memory import computed_here, models_of
 from hpc_rl.rewards.check import check_url
 from hpc_rl.software.ray_version import check_ray, installed_ray
 from hpc_rl.software.secrets import names_secret
@@ -59,6 +56,7 @@ from hpc_rl.submission.preflight.model import (
     check_same_vocabulary,
     check_unquantised,
 )
+from hpc_rl.submission.preflight.model_rules import rules_for
 from hpc_rl.submission.preflight.partition import check_partition, partition_request
 from hpc_rl.submission.preflight.program import (
     check_agent,
@@ -67,7 +65,6 @@ from hpc_rl.submission.preflight.program import (
     check_requirements,
     check_torchrun_program,
     has_unknown_python,
-    transformers_version,
 )
 from hpc_rl.submission.script.setup_lines import bash_errors, is_complete, statements
 from hpc_rl.submission.series.after import is_coming
@@ -221,7 +218,7 @@ def model(job: Job) -> Iterator[Question]:
             yield check_same_special_tokens, key, path, config.model, cache
         if key in computed_here(config):
             yield check_unquantised, key, path, cache
-        for refuse, more in _rules_for(key, config):
+        for refuse, more in rules_for(key, config):
             yield check_config, key, path, cache, refuse, more
         if key == "critic.path":
             yield check_outputs, key, path, 1, cache
@@ -233,29 +230,6 @@ def model(job: Job) -> Iterator[Question]:
         if isinstance(config, PpoConfig) and not config.rollout.merge_lora:
             max_rank = engine_spec(config).max_lora_rank
         yield check_adapters, config.model, max_rank, job.coming, cache
-
-
-def _rules_for(key: str, config: Planned) -> Iterator[tuple[Callable[..., None], tuple[int | str, ...]]]:
-    """Yield the rules about config.json that a model of a job has to meet, with their further arguments."""
-    if key in (computed := computed_here(config)):
-        yield refuse_family, (computed[key], config.trainer.packing)
-        yield refuse_transformers_4, ("" if has_unknown_python(config) else transformers_version(config.slurm.python),)
-    if isinstance(config.model, ModelConfig) and key in ("model.path", "critic.path"):
-        yield from ((refuse_option, (name,)) for name in config.model.restricted())
-        if isinstance(config, PpoConfig) and key == "model.path" and not config.rollout.merge_lora:
-            yield refuse_option, ("adapters in engines",)
-    if not isinstance(config, GenerateConfig) and config.trainer.sequence_parallel > 1:
-        yield refuse_unsplittable, (config.trainer.sequence_parallel,)
-    engine_gpus = config.rollout.tensor_parallel_size if isinstance(config, PpoConfig | GenerateConfig) else 1
-    if key == "model.path" and engine_gpus > 1:
-        yield refuse_unsplittable_engine, (engine_gpus,)
-    if key == "model.path" and isinstance(config, PpoConfig | GenerateConfig):
-        yield refuse_unserved, (engine_name(config.rollout, config.trainer.computes_on),)
-    if key == "model.path" and isinstance(config, PpoConfig):
-        yield refuse_other_frequencies, (engine_name(config.rollout, config.trainer.computes_on), room(config))
-    is_trained = key in ("model.path", "critic.path", "ref.path")
-    if isinstance(config.model, ModelConfig) and config.model.use_liger and is_trained:
-        yield refuse_without_liger, ()
 
 
 def data(job: Job) -> Iterator[Question]:
