@@ -24,6 +24,7 @@ from hpc_rl.config.training.common import ModelConfig, TrainingConfig
 from hpc_rl.errors import UserError
 from hpc_rl.finetune import trainer
 from hpc_rl.finetune.train import parse
+from hpc_rl.formats.model_families import refuse_family
 from hpc_rl.training.models.causal_lm import CausalLM, causal_lm
 from hpc_rl.training.models.loading import load_sharded
 from tests.finetune.jobs import ALONE, arguments, run_several, series
@@ -31,7 +32,7 @@ from tests.finetune.test_preferences import logprobs
 from tests.helpers import write_chats
 from tests.models_table.cells import Cell
 from tests.models_table.engines import Engines, engine_reason
-from tests.models_table.families import make_model
+from tests.models_table.families import config_json, make_model
 from tests.models_table.planned import TOLERANCE, compared_with_plan
 from tests.models_table.policy import grpo_steps
 from tests.training.models.attention.test_samples_alone import differences, packed_logits, samples_of
@@ -92,6 +93,26 @@ class Row:
         return make_model(self.folder / "model", self.kind)
 
     @cached_property
+    def only_unpacked(self) -> str:
+        """Why the family is trained with trainer.packing=false; empty if its rows are packed."""
+        settings = config_json(self.path)
+        try:
+            refuse_family("model.path", "", settings)
+        except UserError as error:
+            refuse_family("model.path", "", settings, packing=False)
+            return reason_of(error, self)
+        return ""
+
+    @property
+    def packing(self) -> list[str]:
+        return ["trainer.packing=false"] if self.only_unpacked else []
+
+    def loaded(self) -> CausalLM:
+        """Load the model with the check that every job makes."""
+        trainer_options = TrainingConfig(packing=not self.only_unpacked)
+        return load_sharded(causal_lm(ModelConfig(path=str(self.path), dtype="float32")), ALONE, trainer_options)
+
+    @cached_property
     def trained(self) -> Trained:
         """A run of SFT, whose steps all have the same samples."""
         return train(self, "sft", [f"data.train_files={write_chats(self.folder / 'chats.jsonl', 8)}"])
@@ -102,6 +123,7 @@ class Row:
             *(f"model.path={self.path}", "trainer.device=cpu", f"trainer.total_epochs={STEPS}"),
             *("data.train_batch_size=8", "data.max_length=256", "trainer.micro_tokens=1024", "trainer.logger=[]"),
             *("optim.lr=2e-3", "optim.lr_scheduler=constant", "optim.warmup_ratio=0", "optim.weight_decay=0"),
+            *self.packing,
         ]
 
 
@@ -148,14 +170,16 @@ def refuse_other_logits(ours: CausalLM, theirs: Any, limit: float, what: str) ->
 
 
 def check_load(row: Row) -> str:
-    """Load the model with the check of packed rows that every job makes."""
-    load_sharded(causal_lm(ModelConfig(path=str(row.path), dtype="float32")), ALONE, TrainingConfig())
-    return ""
+    """Load the model with the check that every job makes."""
+    row.loaded()
+    return "with trainer.packing=false" if row.only_unpacked else ""
 
 
 def check_packed(row: Row) -> str:
     """Compare logits, loss and gradient of each sample of a row with those that it has alone."""
-    model = load_sharded(causal_lm(ModelConfig(path=str(row.path), dtype="float32")), ALONE, TrainingConfig())
+    if row.only_unpacked:
+        raise OtherResultError(row.only_unpacked)
+    model = row.loaded()
     model.hf.eval()  # some routers draw experts in training mode
     plain = transformers_own(row.path)
     for lengths in ROWS:
@@ -192,7 +216,7 @@ def check_dpo(row: Row) -> str:
 
 def check_grpo(row: Row) -> str:
     """Make two steps with the engine `hf`; engine and trainer have the same probabilities."""
-    for step in grpo_steps(row.path):
+    for step in grpo_steps(row.path, *row.packing):
         if step.difference > 1e-5:
             raise OtherResultError("engine and trainer have other probabilities")
         if not 0 < step.norm < math.inf:

@@ -41,9 +41,9 @@ class GrpoStep(NamedTuple):
     """Mean norm of the gradients."""
 
 
-def grpo_steps(path: Path, count: int = 2) -> list[GrpoStep]:
+def grpo_steps(path: Path, *options: str, count: int = 2) -> list[GrpoStep]:
     """Sample responses, give a reward for small token ids, and update the policy, which is the engine's model."""
-    config = ppo_config(f"model.path={path}", *OPTIONS)
+    config = ppo_config(f"model.path={path}", *OPTIONS, *options)
     actor = Actor(config, ALONE)
     engine = HfEngine(actor.model.hf, ())
     rng = np.random.default_rng(0)

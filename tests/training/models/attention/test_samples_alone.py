@@ -123,14 +123,15 @@ def samples_of(lengths: Sequence[int]) -> list[torch.Tensor]:
     return [torch.from_numpy(generator.integers(3, 300, length)) for length in lengths]
 
 
-Result = tuple[torch.Tensor, torch.Tensor, tuple[torch.Tensor, ...]]
-"""The logits, the loss and the gradients of a sample."""
+Result = tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]
+"""The logits, the loss and the gradients of a sample; these by the name that a weight has outside of a wrapper."""
 
 
 def result_of(logits_TV: torch.Tensor, ids_T: torch.Tensor, hf: torch.nn.Module) -> Result:
     loss = cross_entropy(logits_TV[:-1], ids_T[1:], reduction="sum")
-    gradients = torch.autograd.grad(loss, list(hf.parameters()), retain_graph=True, materialize_grads=True)
-    return logits_TV, loss, gradients
+    weights = {name.replace("language_model.", ""): weight for name, weight in hf.named_parameters()}
+    gradients = torch.autograd.grad(loss, list(weights.values()), retain_graph=True, materialize_grads=True)
+    return logits_TV, loss, dict(zip(weights, gradients, strict=True))
 
 
 def packed_logits(model: causal_lm.CausalLM, samples: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
@@ -150,12 +151,12 @@ def packed_results(model: causal_lm.CausalLM, samples: Sequence[torch.Tensor]) -
 
 
 def largest_difference(ours: Result, theirs: Result) -> float:
-    """Relative to the largest logit, to the loss, and to the norm of the gradient."""
-    norm = torch.stack([each.norm() for each in theirs[2]]).norm() + 1e-3
+    """Relative to the largest logit, to the loss, and to the norm of the gradient. Parts for images have none."""
+    norm = torch.stack([each.norm() for each in theirs[2].values()]).norm() + 1e-3
     return max(
         float((ours[0] - theirs[0]).detach().abs().max() / theirs[0].detach().abs().max()),
         float((ours[1] - theirs[1]).detach().abs() / (1 + theirs[1].detach())),
-        *(float((a - b).norm() / norm) for a, b in zip(ours[2], theirs[2], strict=True)),
+        *(float((gradient - theirs[2][name]).norm() / norm) for name, gradient in ours[2].items()),
     )
 
 
