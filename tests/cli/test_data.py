@@ -27,5 +27,7 @@ def test_any_reward_of_the_job_is_left_unread(
 def test_a_model_that_cannot_be_trained_is_told(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "rwkv"}))
     (tmp_path / "train.jsonl").write_text(json.dumps({"messages": []}) + "\n")
-    with pytest.raises(UserError, match=r"model\.path .* cannot be trained: models of type rwkv have layers with"):
+    with pytest.raises(
+        UserError, match=r"model\.path .* cannot be trained in packed rows: models of type rwkv have layers with"
+    ):
         check(str(tmp_path / "train.jsonl"), [], model=str(tmp_path))

@@ -87,7 +87,7 @@ def test_all_errors_are_reported_at_once_with_dotted_keys() -> None:
     [
         ("lr=1", "did you mean optim.lr?"),
         ("trainer.n_gpu_per_node=8", "did you mean trainer.n_gpus_per_node?"),
-        ("model=qwen9", "there is no model 'qwen9'; choose one of qwen2.5-0.5b, "),
+        ("model=qwen9", "there is no model 'qwen9'; choose one of gemma3-1b, "),
         ("trainer.total_epochs", "write key=value"),
         ("trainer.total_epochs=[1", "trainer.total_epochs=[1"),
         ("trainer.micro_tokens=64", "raise micro_tokens or lower max_length"),

@@ -59,12 +59,12 @@ def test_the_memory_of_a_gpu(stated: tuple[str, ...], device: float, gpu: float)
 
 
 def test_a_model_that_is_not_counted(folder: Path) -> None:
-    (folder / "7b" / "config.json").write_text(json.dumps({**QWEN_7B, "kv_lora_rank": 512}))
+    (folder / "7b" / "config.json").write_text(json.dumps({**QWEN_7B, "model_type": "jetmoe"}))
     found = decide(job(AUTO), 80e9, 8)
     assert (found.tokens, found.recorded, found.is_corrected) == (4096, None, True)
     assert found.line == (
-        "trainer.micro_tokens=auto: 4,096 tokens in each pass of a rank; model.path 7b: models of type qwen2 have "
-        "multi-head latent attention, whose memory is not planned"
+        "trainer.micro_tokens=auto: 4,096 tokens in each pass of a rank; model.path 7b: models of type jetmoe have "
+        "experts in their attention, whose memory is not planned"
     )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -204,7 +205,9 @@ def assert_trained(folder: Path, packing: bool) -> None:
     alone = [hf(input_ids=torch.from_numpy(one)[None], use_cache=False).logits[0, :-1] for one in ids]
     cross_entropy(torch.cat(alone), row.targets_N, reduction="sum").backward()
     torch.testing.assert_close(logits_NV, torch.cat(alone), atol=1e-4, rtol=1e-3)
-    for (name, ours), theirs in zip(model.hf.named_parameters(), hf.parameters(), strict=True):
+    expected = {name.replace("language_model.", ""): weight for name, weight in hf.named_parameters()}
+    for name, ours in model.hf.named_parameters():  # without parts for images
+        theirs = expected[name.replace("language_model.", "")]
         assert (ours.grad is None) == (theirs.grad is None), name
         if ours.grad is not None and theirs.grad is not None:
             scale = theirs.grad.abs().max().clamp_min(1e-4)
@@ -243,7 +246,7 @@ def test_the_page_about_models_names_them() -> None:
 def test_families_that_are_not_tried_are_in_transformers() -> None:
     assert UNBUILT.keys() | set(SHORT) <= MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.keys()
     named = [family for each in REFUSALS.values() for family in each.families]
-    assert len(named) == len(set(named))
+    assert max(Counter(named).values()) <= 2  # in packed rows, and as a critic
     of_wrappers = {"images", "prefix", "scale", "scores"}  # tests/training/checkpoints/test_complete_export.py
     named = [family for key, each in REFUSALS.items() if key not in of_wrappers for family in each.families]
     unread = set(named) - MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.keys()  # which loading refuses for this reason
@@ -256,9 +259,9 @@ def test_families_without_a_classifier() -> None:
     named = REFUSALS["scores"].families
     assert not named & classifiers
     alone = {kind for kind in KINDS if AutoConfig.for_model(kind).get_text_config().model_type == kind}
-    tried = {kind for kind in alone if verdict({"model_type": kind}) is None}
+    tried = {kind for kind in alone if verdict({"model_type": kind}) != REFUSED}
     assert tried - classifiers - {"phi4_multimodal"} <= named
-    assert verdict({"model_type": "olmoe"}, with_head=False) and not verdict({"model_type": "olmoe"})
+    assert refusal({"model_type": "olmoe"}, with_head=False) and not refusal({"model_type": "olmoe"})
 
 
 @pytest.mark.parametrize(
