@@ -85,7 +85,11 @@ def test_layers_with_a_state_agree_with_the_engine(run: Runs, tmp_path: Path) ->
 def test_two_workers_agree_with_one_and_the_engine_without_packing(run: Runs, tmp_path: Path, kind: str) -> None:
     options = (
         *("algorithm.advantage=grpo", f"model.path={unpacked(tmp_path / 'model', kind)}", "trainer.packing=false"),
-        *("rollout.calculate_log_probs=true", "algorithm.kl={where: loss, coef: 0.1, estimator: k3}", "actor.mini_batch_size=8"),
+        *(
+            "rollout.calculate_log_probs=true",
+            "algorithm.kl={where: loss, coef: 0.1, estimator: k3}",
+            "actor.mini_batch_size=8",
+        ),
     )
     assert run(tmp_path / "one", *options) == 0
     assert run(tmp_path / "two", *options, "trainer.n_gpus_per_node=2") == 0
