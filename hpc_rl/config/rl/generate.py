@@ -94,7 +94,7 @@ class GenerateTrainerConfig(RecordedConfig):
     without the correction after the first step."""
     packing: bool = True
     """Compute several samples in one row. false: the engine `hf` and the reward model compute one sample at a time, as
-    transformers does, also if packed rows of such a model would not be exact. This is slower."""
+    transformers does. This is slower, and also exact for models whose packed rows would not be."""
     sharding: ClassVar[Literal["auto", Sharding]] = "auto"
     """Of the reward model, as in reinforcement learning."""
     offload: ClassVar[Offload] = "none"

@@ -213,8 +213,8 @@ class TrainingConfig(RecordedConfig):
     number. auto, on CPUs: 4,096. In both cases, auto is more if the longest sample needs more."""
     packing: bool = True
     """Pack several samples into one micro-batch of at most micro_tokens tokens. false: one sample, or one pair, per
-    micro-batch, which the model computes as transformers does, also if packed rows of its kind would not be exact. This
-    is slower if samples are short."""
+    micro-batch, which the model computes as transformers does. This is slower if samples are short, and also exact for
+    models whose packed rows would not be."""
     sequence_parallel: int = Field(1, ge=1)
     """Number of neighbouring ranks that compute a packed row together, for samples that are too long for one GPU. Each
     rank has a slice of the row, which has up to sequence_parallel x micro_tokens tokens. The number has to divide the

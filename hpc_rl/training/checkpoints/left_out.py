@@ -136,7 +136,10 @@ def write_complete(
         parts[name] = {stored: part.shape for stored, part in form.parts(name, empty)}
         types |= dict.fromkeys(parts[name], empty.dtype)
     if other := [name for name, shape in _all(parts.values()).items() if name not in base or base[name].shape != shape]:
-        raise UserError(f"{left.base} has no {other[0]} of the shape that was trained: it is another model by now")
+        raise UserError(
+            f"{left.base} has no {other[0]} of the shape that was trained: it is another model by now; name the folder "
+            "of the model that training started from with hpc-rl export --base"
+        )
     for name in left.names:
         parts[name] = {name: base[name].shape}
         types[name] = base[name].dtype
