@@ -17,7 +17,7 @@ from hpc_rl.errors import UserError
 from hpc_rl.run_dir import RunDir
 from hpc_rl.slurm.commands import NodeListing
 from hpc_rl.submission.job import Job
-from hpc_rl.submission.preflight import checks, folders, hub_names, program
+from hpc_rl.submission.preflight import checks, folders, hub_names, model_rules, program
 from hpc_rl.submission.preflight.program import transformers_version
 from hpc_rl.system.disk import Space
 from tests.fake_slurm import fake_slurm
