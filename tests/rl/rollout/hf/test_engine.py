@@ -247,7 +247,7 @@ def test_buffers_that_files_contain_are_weights_too(tmp_path: Path) -> None:
     engine = HfEngine(hf, ())
     engine.load_weights([("model.correction", torch.arange(4.0))])
     assert hf.model.correction.tolist() == [0, 1, 2, 3]
-    with pytest.raises(ValueError, match="no weight model.computed"):
+    with pytest.raises(ValueError, match=r"no weight model\.computed"):
         engine.load_weights([("model.computed", torch.zeros(4))])
 
 
