@@ -56,7 +56,7 @@ def _sharding(config: Any, shapes: Shapes) -> Iterator[Settings]:
 
 def _micro_tokens(config: Any, shapes: Shapes) -> Iterator[Settings]:
     size = config.trainer.micro_tokens
-    if isinstance(config, GenerateConfig) or size == "auto":
+    if isinstance(config, GenerateConfig) or size == "auto" or not config.trainer.packing:
         return
     fewest_tokens = least(config)
     while (size := size // 2) >= fewest_tokens:

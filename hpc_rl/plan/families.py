@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from hpc_rl.errors import UserError
+from hpc_rl.formats.model_kind import has_mixers
 
 Mixer = Literal["delta", "delta parts", "kimi", "lightning", "mamba", "mamba2", "convolution"]
 """The kinds of layers with a state; `delta parts` has a projection for each of its inputs."""
@@ -205,6 +206,8 @@ def settings_of(config: Mapping[str, Any], name: str) -> tuple[Family, dict[str,
     kind = str(whole.get("model_type", ""))
     family = FAMILIES.get(kind, Family())
     other = "quantised weights" if whole.get("quantization_config") else _NOT_COUNTED.get(kind)
+    if kind not in FAMILIES and has_mixers(config):
+        other = "layers with a state"
     if other:
         raise UserError(f"{name}: models of type {kind} have {other}, whose memory is not planned")
     stated = {key: value for key, value in whole.items() if value is not None}

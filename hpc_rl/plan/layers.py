@@ -155,10 +155,20 @@ class LayerReader:
 
     def _kinds(self) -> list[str]:
         """Return what each layer has beside its MLP: `full` or `sliding` attention, or a `state`."""
-        found, count, usual = self.found, self.count, "full"
+        found, usual = self.found, "full"
         listed = found.get("layer_types")
-        if isinstance(listed, list | str) and len(listed) == count:
+        if isinstance(listed, list | str) and len(listed) == self.count:
             return [_TYPES.get(kind, "state" if self.family.mixer else "full") for kind in listed]
+        if self.family.mixer:
+            return self._kinds_with_states()
+        if self.size("sliding_window") and found.get("use_sliding_window") is not False:
+            usual = "sliding"
+        step = self.size("sliding_window_pattern")
+        return ["full" if step and (index + 1) % step == 0 else usual for index in range(self.count)]
+
+    def _kinds_with_states(self) -> list[str]:
+        """Return what each layer of a family with states has, if its settings do not list the types of layers."""
+        found, count = self.found, self.count
         linear = found.get("linear_attn_config")
         if isinstance(linear, Mapping) and "full_attn_layers" in linear:
             full = {index - 1 for index in linear["full_attn_layers"]}
@@ -175,14 +185,9 @@ class LayerReader:
             return ["full" if index % period == offset else "state" for index in range(count)]
         if every:
             return ["full" if (index + 1) % every == 0 else "state" for index in range(count)]
-        if self.family.mixer:
-            indices = found.get("attn_layer_indices" if self.family.mixer == "mamba2" else "full_attn_idxs")
-            default = () if self.family.mixer == "mamba2" else range(count)
-            return ["full" if index in (default if indices is None else indices) else "state" for index in range(count)]
-        if self.size("sliding_window") and found.get("use_sliding_window") is not False:
-            usual = "sliding"
-        step = self.size("sliding_window_pattern")
-        return ["full" if step and (index + 1) % step == 0 else usual for index in range(count)]
+        indices = found.get("attn_layer_indices" if self.family.mixer == "mamba2" else "full_attn_idxs")
+        default = () if self.family.mixer == "mamba2" else range(count)
+        return ["full" if index in (default if indices is None else indices) else "state" for index in range(count)]
 
     def _is_sparse(self, index: int) -> bool:
         """Return whether a layer has experts instead of a usual MLP."""
@@ -229,7 +234,7 @@ class LayerReader:
             if str(number).isdigit() and int(number) == index:
                 own |= {name: value for name, value in values.items() if isinstance(value, int)}
         for name in ("num_attention_heads_per_layer", "intermediate_size"):
-            if isinstance(listed := found.get(name), list):
+            if isinstance(listed := found.get(name), list) and index < len(listed):
                 own[name.removesuffix("_per_layer")] = listed[index]
         return own
 

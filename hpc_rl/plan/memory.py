@@ -219,7 +219,8 @@ def _pool_phases(
         yield Phase("generation", states, awake)
     if not isinstance(config, PpoConfig):
         if "reward" in held:
-            working = held["reward"].forward(config.trainer.row_tokens)
+            rows = config.trainer.row_tokens if config.trainer.packing else config.data.longest
+            working = held["reward"].forward(rows)
             yield Phase("reward model", computing("reward"), working, computes=True)
         return
     tokens = micro_tokens(config, ranks)

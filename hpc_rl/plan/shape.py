@@ -92,7 +92,9 @@ class Shape:
 
     def may_be_split(self, ranks: int) -> bool:
         """Return whether so many ranks can share a row (trainer.sequence_parallel)."""
-        return self.heads % ranks == 0
+        if any(layer.mixer for layer, _ in self.kinds):
+            return ranks == 1  # a state needs whole samples
+        return all(one.heads % ranks == 0 for one in self.attentions)
 
 
 def shape_of(config: Mapping[str, Any], name: str) -> Shape:

@@ -195,6 +195,7 @@ def test_odd_values_count_as_missing(odd: dict[str, Any]) -> None:
         ({"model_type": "new", "d_model": 768}, "m: its config.json has no hidden_size and no num_hidden_layers"),
         ({**SIZES, "hidden_size": "256"}, "has no hidden_size, so"),
         ({**SIZES, "model_type": "jetmoe"}, "m: models of type jetmoe have experts in their attention, whose memory"),
+        ({**SIZES, "model_type": "lfm3"}, "m: models of type lfm3 have layers with a state, whose memory"),
         ({**SIZES, "model_type": "llama", "quantization_config": {"bits": 4}}, "have quantised weights"),
     ],
 )
@@ -209,3 +210,13 @@ def test_rows_that_ranks_can_share() -> None:
         return shape_of({"model_type": "llama", "vocab_size": 100, **sizes, **more}, "m")
 
     assert [of().may_be_split(size) for size in (1, 2, 3, 4)] == [True, True, True, False]
+    states = {"linear_num_value_heads": 4, "linear_num_key_heads": 2, "linear_key_head_dim": 8}
+    stateful = of(model_type="qwen3_5_text", linear_value_head_dim=8, **states)
+    assert [stateful.may_be_split(size) for size in (1, 2, 3)] == [True, False, False]
+
+
+def test_a_new_type_of_models_is_counted_like_llama_whatever_its_settings_are() -> None:
+    more: dict[str, Any] = {"full_attention_interval": 4, "attn_type_list": [0, 1], "intermediate_size": [64]}
+    shape = shape_of({**SIZES, "model_type": "new", **more}, "m")
+    assert all(layer.mixer is None for layer in shape.layers)
+    assert shape.notes

@@ -167,7 +167,8 @@ def write_weights(
                 adapter_weights.write_peft_weights(part, folder, dtype)
         return
     hf, left = _empty(part, target), read_left_out(part / model_state.HF, base)
-    if left is None and changes_weights(hf) and rank != 0:
+    changes = changes_weights(hf)  # before the files of adapters' model are read, which may alter it
+    if left is None and changes and rank != 0:
         return
     weights = adapter_weights.open_weights(part, hf, folders.read_progress(path).quantize is not None, base)
     stored = weights.stored
@@ -179,7 +180,7 @@ def write_weights(
         if left is not None:
             write_complete(left, hf, weights, folder, target, _FILE_BYTES, (rank, ranks))
             return
-        if changes_weights(hf):
+        if changes:
             _write_whole(hf, weights, target, folder)
             return
         dtypes = {name: target if stored[name].dtype.is_floating_point else stored[name].dtype for name in names}

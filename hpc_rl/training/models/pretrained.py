@@ -45,7 +45,7 @@ _UNUSED = re.compile(
     r"|(^|\.)(visual|vision_tower|vision_model|audio_tower|multi_modal_projector|embed_vision|embed_audio)\."
 )
 """Names of weights that a language model does not need."""
-_COMPUTED = re.compile(r"(inv_freq|position_ids|\.masked_bias)$")
+_COMPUTED = re.compile(r"(inv_freq|position_ids|\.masked_bias|\.(attn|attention)\.bias)$")
 """Names of buffers in files of older models, which are computed today."""
 
 

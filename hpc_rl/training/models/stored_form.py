@@ -30,8 +30,9 @@ def follow_files(hf: PreTrainedModel, names: Iterable[str]) -> dict[str, str]:
     """
     try:
         from transformers.core_model_loading import WeightConverter, dot_natural_key, rename_source_key
-    except ImportError:  # transformers 4
-        return {name: name for name in names if name in hf.state_dict()}
+    except ImportError:  # transformers 4, which adds the name of the backbone
+        known, prefix = hf.state_dict().keys(), f"{hf.base_model_prefix}."
+        return {name: own for name in names for own in (prefix + name, name) if own in known}
     state: dict[str, Any] = hf.state_dict()
     every = _conversions(hf, add_legacy=True)
     merging = [one for one in every if isinstance(one, WeightConverter)]

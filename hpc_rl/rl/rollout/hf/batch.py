@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from hpc_rl.rl.rollout.engine import Completion, Request, Span
 from hpc_rl.rl.rollout.hf.kv_cache import Decode, KVCache, Prefill, PrefillDone, grown
 from hpc_rl.rl.rollout.sampling import TokenSampler, groups_of, uniforms
-from hpc_rl.training.models.attention.packed_attention import hidden_states, is_packed
+from hpc_rl.training.models.attention.packed_attention import backbone_of, hidden_states, is_packed
 from hpc_rl.training.models.attention.packed_batch import pack_samples
 from hpc_rl.training.models.causal_lm import logit_factor_of, softcap_of
 from hpc_rl.training.models.mixers import mixers_of
@@ -271,10 +271,8 @@ class RunningBatch:
 
     def _backbone(self, ids_T: torch.Tensor, positions_T: torch.Tensor, attend: Prefill | Decode) -> torch.Tensor:
         """Return hidden states [T, H]."""
-        output = self.hf.base_model(
-            input_ids=ids_T[None], position_ids=positions_T[None], use_cache=False, attend=attend
-        )
-        hidden_TH: torch.Tensor = output.last_hidden_state[0]
+        inputs = {"input_ids": ids_T[None], "position_ids": positions_T[None], "use_cache": False}
+        hidden_TH: torch.Tensor = backbone_of(self.hf)(**inputs, attend=attend)[0][0]
         return hidden_TH
 
     def retire(self, at_once: bool) -> None:

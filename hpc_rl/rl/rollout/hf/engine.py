@@ -22,6 +22,7 @@ from hpc_rl.rl.rollout.engine import Completion, Placement, Request
 from hpc_rl.rl.rollout.hf.batch import RunningBatch
 from hpc_rl.rl.rollout.hf.kv_cache import KVCache
 from hpc_rl.training.models.causal_lm import CausalLM, evaluating, load_model
+from hpc_rl.training.models.loading import weights_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -107,14 +108,14 @@ class HfEngine:
         """Copy weights into the model's parameters, by the names of named_parameters(), tied ones once.
 
         Raises:
-            ValueError: the model has no parameter of that name and shape.
+            ValueError: the model has no weight of that name and shape.
         """
-        parameters = dict(self.hf.named_parameters())
+        own = weights_of(self.hf)
         with torch.no_grad():
             for name, weight in weights:
-                if name not in parameters or parameters[name].shape != weight.shape:
-                    raise ValueError(f"the model has no parameter {name} of shape {tuple(weight.shape)}")
-                parameters[name].copy_(weight)
+                if name not in own or own[name].shape != weight.shape:
+                    raise ValueError(f"the model has no weight {name} of shape {tuple(weight.shape)}")
+                own[name].copy_(weight)
 
     def sleep(self) -> None:
         """Free the cache. If responses are incomplete, their batch keeps it."""

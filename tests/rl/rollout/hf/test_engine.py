@@ -240,9 +240,20 @@ def test_new_weights_take_effect(tmp_path: Path, tie: bool) -> None:
     assert before != after == token_lists(generate(other, given, GREEDY))
 
 
+def test_buffers_that_files_contain_are_weights_too(tmp_path: Path) -> None:
+    hf = load_model(ModelConfig(path=str(make_tiny_model(tmp_path)))).hf
+    hf.model.register_buffer("correction", torch.zeros(4))  # as routers of DeepSeek V3 and GLM 4.5
+    hf.model.register_buffer("computed", torch.zeros(4), persistent=False)
+    engine = HfEngine(hf, ())
+    engine.load_weights([("model.correction", torch.arange(4.0))])
+    assert hf.model.correction.tolist() == [0, 1, 2, 3]
+    with pytest.raises(ValueError, match=r"no weight model\.computed"):
+        engine.load_weights([("model.computed", torch.zeros(4))])
+
+
 def test_weights_of_another_model_are_refused(tmp_path: Path) -> None:
     engine = HfEngine(load_model(ModelConfig(path=str(make_tiny_model(tmp_path)))).hf, ())
-    with pytest.raises(ValueError, match=r"no parameter model.norm.weight of shape \(1,\)"):
+    with pytest.raises(ValueError, match=r"no weight model.norm.weight of shape \(1,\)"):
         engine.load_weights([("model.norm.weight", torch.ones(1))])
 
 
