@@ -422,7 +422,7 @@ MODELS = [
     sft("model.tokenizer_path train.jsonl", "model.tokenizer_path=train.jsonl"),
     sft("not in the cache", "model.path=nobody/nothing", "cache.offline=true", "cache.hf_home=empty"),
     sft("not in the cache", "model.tokenizer_path=nobody/nothing", "cache.offline=true", "cache.hf_home=empty"),
-    sft("there is no model 'qwen'; choose one of qwen2.5-0.5b", "model=qwen"),
+    sft("there is no model 'qwen'; choose one of gemma3-1b", "model=qwen"),
     sft("for any other write model.path=Qwen/Qwen3-8B", "model=Qwen/Qwen3-8B"),
     sft("model=: no name is given", "model="),
     ppo("critic.path ./none: there is no such folder", "critic.path=./none"),

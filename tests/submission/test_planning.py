@@ -441,5 +441,5 @@ def test_mistakes_are_explained(words: tuple[str, ...], expected: str) -> None:
 
 def test_the_verdict_of_training_is_before_the_plan(folder: Path) -> None:
     (folder / "7b" / "config.json").write_text(json.dumps({"model_type": "mamba"}))
-    with pytest.raises(UserError, match=r"model\.path 7b cannot be trained: models of type mamba have layers with"):
+    with pytest.raises(UserError, match=r"model\.path 7b cannot be trained in packed rows: models of type mamba"):
         output(*PLAN, "--gpu-gb", "80")

@@ -261,7 +261,7 @@ class TrainingConfig(RecordedConfig):
 
     def holds(self, longest: int) -> bool:
         """Return whether a row can hold a sample of this many tokens."""
-        return self.micro_tokens == "auto" or longest <= self.row_tokens
+        return not self.packing or self.micro_tokens == "auto" or longest <= self.row_tokens
 
     def problems(self) -> Iterator[str]:
         if not self.packing and self.sequence_parallel > 1:

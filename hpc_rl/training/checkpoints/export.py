@@ -178,7 +178,7 @@ def write_weights(
         raise UserError(f"{path} has no weights for {', '.join(missing[:3])} ({len(missing)} in all)")
     with _explained(folder):
         if left is not None:
-            write_complete(left, hf, weights, folder, target, _FILE_BYTES, (rank, ranks))
+            write_complete(left, hf, names, weights, folder, target, _FILE_BYTES, (rank, ranks))
             return
         if changes:
             _write_whole(hf, weights, target, folder)

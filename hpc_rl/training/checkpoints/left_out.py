@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -20,7 +20,6 @@ from hpc_rl.errors import UserError
 from hpc_rl.formats.hub import check_hub
 from hpc_rl.system.files import read_json
 from hpc_rl.training.models import safetensors_files
-from hpc_rl.training.models.loading import weights_of
 from hpc_rl.training.models.pretrained import model_file, weight_files
 from hpc_rl.training.models.safetensors_files import Stored, contents
 from hpc_rl.training.models.stored_form import StoredForm, follow_files
@@ -109,6 +108,7 @@ def read_left_out(folder: Path, base: str | None = None) -> LeftOut | None:
 def write_complete(
     left: LeftOut,
     hf: PreTrainedModel,
+    names: Sequence[str],
     weights: Weights,
     folder: Path,
     target: torch.dtype,
@@ -119,6 +119,7 @@ def write_complete(
 
     Args:
         hf: the module without memory.
+        names: of its weights that files have.
         weights: the trained weights.
         limit: largest size of a file with several weights.
         share: (rank, ranks).
@@ -128,7 +129,7 @@ def write_complete(
     form = StoredForm(hf)
     parts: dict[str, dict[str, torch.Size]] = {}
     types: dict[str, torch.dtype] = {}
-    for name in weights_of(hf):
+    for name in names:
         dtype = weights.stored[name].dtype
         empty = torch.empty(
             weights.stored[name].size, dtype=target if dtype.is_floating_point else dtype, device="meta"

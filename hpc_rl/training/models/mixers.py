@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import inspect
 from functools import cache
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -25,6 +26,13 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
 
 
+_DELTA, _MAMBA_2 = ("causal_conv1d", "fla"), ("causal_conv1d", "mamba_ssm")
+_KERNELS = {
+    **dict.fromkeys(("olmo_hybrid", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next"), _DELTA),
+    **dict.fromkeys(("bamba", "falcon_h1", "granitemoehybrid", "nemotron_h"), _MAMBA_2),
+    **dict.fromkeys(("lfm2", "lfm2_moe"), ("causal_conv1d",)),
+}
+"""model_type -> the packages whose kernels take the boundaries of samples in all parts of its mixers."""
 _SAME = {2: 0.05, 4: 0.005}
 """Bytes of a number -> largest relative difference of a token that rounding in one mixer and its kernels explains."""
 
@@ -46,7 +54,7 @@ class PerSample(nn.Module):
         if self.bounds is None or len(self.bounds.lengths) == 1:
             return own(*inputs, **named)
         if self.whole_rows is None:
-            self.whole_rows = self._keeps_samples_apart(inputs, named)
+            self.whole_rows = has_kernels(self.config_of_model.model_type) and self._keeps_samples_apart(inputs, named)
         if self.whole_rows:
             return own(*inputs, **named | self._boundaries())
         return self._sample_by_sample(inputs, named)
@@ -56,14 +64,13 @@ class PerSample(nn.Module):
         of flash-linear-attention (cu_seqlens, int32 [samples + 1]) take, under the names of transformers."""
         assert self.bounds is not None
         both = {"seq_idx": self.bounds.sample_of_token[None], "cu_seq_lens_q": self.bounds.cu_seqlens}
-        takes = inspect.signature(super().forward).parameters
-        anything = any(parameter.kind is parameter.VAR_KEYWORD for parameter in takes.values())
-        return {name: tensor for name, tensor in both.items() if anything or name in takes}
+        takes = _parameters(type(self))
+        return {name: tensor for name, tensor in both.items() if takes is None or name in takes}
 
     @torch.no_grad()
     def _keeps_samples_apart(self, inputs: tuple[Any, ...], named: dict[str, Any]) -> bool:
         """Return whether boundaries make a row equal to its samples, and no boundaries make it differ clearly, so that
-        a leak would be seen. Code without kernels ignores the boundaries."""
+        a leak would be seen."""
         assert self.bounds is not None
         own, training, apart = super().forward, self.training, True
         for self.training in (not training, training):  # each may have kernels of its own; parts keep their dropout
@@ -85,6 +92,19 @@ class PerSample(nn.Module):
         if isinstance(found[0], tuple):
             return torch.cat([first for first, *_ in found], dim=1), *(None for _ in found[0][1:])
         return torch.cat(found, dim=1)
+
+
+@cache
+def has_kernels(family: str) -> bool:
+    """Return whether the packages are installed whose kernels take the boundaries of samples in such models."""
+    return family in _KERNELS and all(find_spec(package) is not None for package in _KERNELS[family])
+
+
+@cache
+def _parameters(kind: type[PerSample]) -> frozenset[str] | None:
+    """Return the names of the arguments of a mixer's own method; None if it takes any name."""
+    takes = inspect.signature(kind.__mro__[2].forward).parameters
+    return None if any(each.kind is each.VAR_KEYWORD for each in takes.values()) else frozenset(takes)
 
 
 def _output(result: Any) -> torch.Tensor:

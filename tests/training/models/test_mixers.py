@@ -20,6 +20,7 @@ from hpc_rl.errors import UserError
 from hpc_rl.formats.model_kind import MIXERS, has_mixers
 from hpc_rl.rl.weights.base import WeightSource
 from hpc_rl.training.models import causal_lm as models
+from hpc_rl.training.models import mixers as models_mixers
 from hpc_rl.training.models.attention.packed_batch import pack_samples
 from hpc_rl.training.models.causal_lm import CausalLM, causal_lm, count_flops
 from hpc_rl.training.models.loading import load_sharded
@@ -258,6 +259,7 @@ def test_kernels_that_keep_samples_apart_compute_whole_rows(
 ) -> None:
     """Only if they do: kernels with other boundaries, and code that ignores them, get one sample at a time."""
     path, calls = tiny(tmp_path, kind), list[str]()
+    monkeypatch.setattr(models_mixers, "has_kernels", lambda _family: True)
     source = sys.modules[type(load(path).hf).__module__]
     names = [name for name in TAKE_BOUNDARIES if hasattr(source, name)]
     for name in names:
