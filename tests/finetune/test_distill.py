@@ -145,7 +145,7 @@ def two_ranks(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[st
     place = tmp_path_factory.mktemp("two")
     splits = [(name, more) for name in CASES for more in (TWO_RANKS if name in WHOLE else [SHORT_SPLIT])]
     splits += [("stored", ["teacher.precompute_top_k=false", "trainer.sharding=gradients"])]
-    splits += [("stored", ["teacher.precompute_top_k=false", "trainer.packing=false", *SHARED])]
+    splits += [("stored", ["teacher.precompute_top_k=false", *SHARED])]
     runs = [
         ([*KIND, *overrides(folder, name)], place / str(number), more) for number, (name, more) in enumerate(splits)
     ]

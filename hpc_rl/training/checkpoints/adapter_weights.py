@@ -105,7 +105,9 @@ def _base_weights(base: str, hf: PreTrainedModel) -> dict[str, Stored] | dict[st
     head = HEAD if is_classifier(hf.config.architectures) else ""
     auto = "AutoModelForSequenceClassification" if head else "AutoModelForCausalLM"
     settings = {"num_labels": hf.config.num_labels} if head else {}
-    pretrained: Pretrained[Any] = Pretrained(auto, base, "model.path", hf.dtype, False, _unused, settings, head)
+    pretrained: Pretrained[Any] = Pretrained(
+        auto, base, "model.path", hf.dtype, False, _unused, settings, new_head=head
+    )
     try:
         stored = loading.stored_weights(pretrained, hf)
         return loading.weights_of(pretrained.load_module()[0]) if stored is None else stored

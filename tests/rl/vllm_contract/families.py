@@ -41,8 +41,6 @@ FAMILIES: dict[str, dict[str, Any]] = {
 """model_type -> settings of its own."""
 WRAPPERS = ("gemma3", "gemma4", "qwen3_5", "qwen3_5_moe")
 """Those with parts that read images."""
-WHOLE = ("gemma3", "gemma4")
-"""Wrappers that are trained, and sent, with these parts."""
 
 
 def make_family(folder: Path, kind: str) -> Path:
