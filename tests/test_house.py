@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-MOST_LINES = {"hpc_rl": 72855, "tests": 75365}
+MOST_LINES = {"hpc_rl": 74705, "tests": 79124}
 """Lines of Python."""
 MOST_FILES = 17
 CROWDED = {
