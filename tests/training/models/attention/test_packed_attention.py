@@ -101,7 +101,7 @@ def test_packed_equals_one_by_one_and_transformers(
     (packed * mix).sum().backward()
     (by_transformers * mix).sum().backward()
     for (name, ours), theirs in zip(model.hf.named_parameters(), plain.parameters(), strict=True):
-        torch.testing.assert_close(ours.grad, theirs.grad, atol=2e-5, rtol=1e-4, msg=name)
+        torch.testing.assert_close(ours.grad, theirs.grad, atol=2e-5, rtol=3e-4, msg=name)
 
 
 @pytest.mark.parametrize("kind", ["gemma2", "gemma3_text"])
