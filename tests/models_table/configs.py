@@ -337,7 +337,7 @@ def make(folder: Path, family: str) -> Path:
     model.save_pretrained(folder)
     if own.unused:
         weights = load_file(folder / "model.safetensors")
-        weights |= dict.fromkeys(own.unused, torch.zeros(4, dtype=torch.bfloat16))
+        weights |= {name: torch.zeros(4, dtype=torch.bfloat16) for name in own.unused}
         save_file(weights, folder / "model.safetensors", {"format": "pt"})
     stored = json.loads((folder / "config.json").read_text())
     named = {
