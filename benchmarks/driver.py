@@ -140,7 +140,7 @@ class Ranks(WorkerGroup):
     def __init__(self, config: PpoConfig, ranks: int, shared: Shared, numbers: NDArray[np.float32]) -> None:
         self._carrier = RayCarrier()
         self.row_tokens, self.longest_row = config.trainer.row_tokens, 0
-        self._sequence_parallel = config.trainer.sequence_parallel
+        self._trainer = config.trainer
         self._workers = [None] * ranks
         self._held = None
         self.shared, self._numbers = shared, numbers

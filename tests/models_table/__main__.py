@@ -13,7 +13,7 @@ import multiprocessing
 import os
 import tempfile
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from functools import cache
 from pathlib import Path
@@ -44,7 +44,9 @@ def main() -> None:
         table, started = read_cells(), time.monotonic()
         context = multiprocessing.get_context("fork")  # after the imports, which take long
         with ProcessPoolExecutor(given.processes, context) as pool:
-            tried = [pool.submit(try_family, kind, given.columns) for kind in given.families or FAMILIES]
+            tried = [
+                pool.submit(try_family, kind, given.columns, table.get(kind, {})) for kind in given.families or FAMILIES
+            ]
             for future in as_completed(tried):
                 kind, cells, seconds = future.result()
                 table[kind] = table.get(kind, {}) | cells
@@ -61,7 +63,9 @@ def in_order(table: Table, families: Iterable[str], columns: Sequence[str]) -> T
     }
 
 
-def try_family(kind: str, columns: Sequence[str] | None) -> tuple[str, dict[str, Cell], float]:
+def try_family(
+    kind: str, columns: Sequence[str] | None, known: Mapping[str, Cell]
+) -> tuple[str, dict[str, Cell], float]:
     """Return the cells of a family and the seconds that they took. Called in a process that is kept for the next."""
     import torch
 
@@ -74,7 +78,7 @@ def try_family(kind: str, columns: Sequence[str] | None) -> tuple[str, dict[str,
     with tempfile.TemporaryDirectory(prefix=f"{kind}-") as folder, Path(os.devnull).open("w") as nothing:
         row = Row(kind, Path(folder), _tools())
         with contextlib.redirect_stdout(nothing):
-            cells = cells_of(row, columns or list(COLUMNS), read_cells().get(kind, {}))
+            cells = cells_of(row, columns or list(COLUMNS), known)
     return kind, cells, time.monotonic() - started
 
 
