@@ -14,7 +14,7 @@
 # make test-sglang-api   SGLang's HTTP API in its newest wheel, which is downloaded (40 MB; no GPU)
 # make test-peft   exported adapters loaded by peft, which is downloaded for the test
 # make test-triton   kernels of Liger and flash-linear-attention in Triton's interpreter, which are downloaded for the test
-# make models-table   the table of docs/models.md: every family of models and what was tried with it, about half an hour
+# make models-table   the table of docs/models.md: every family of models and what was tried with it
 # make bench   the measurements of docs/benchmarks.md
 # make bench-scale   the measurements of docs/scale.md, with stand-ins for many nodes
 # make test-gpu   every part of training, and every kind of job, once on the GPUs of this machine, in an environment of its own

@@ -22,7 +22,7 @@ import torch
 from hpc_rl.config.rl.engines import ENGINES
 from hpc_rl.config.rl.rollout import RolloutConfig
 from hpc_rl.config.training.common import ModelConfig
-from hpc_rl.errors import RunError, UserError
+from hpc_rl.errors import UserError
 from hpc_rl.rl.rollout.engine import Completion, Placement, Sampling, complete
 from hpc_rl.rl.weights.base import WeightSource
 from hpc_rl.training.models.stored_form import StoredForm
@@ -32,8 +32,11 @@ ROOM = 64
 RESPONSE = 8
 TIMEOUT_S = 300
 RESULT, LOG = "vllm.json", "vllm.log"
-ERRORS = (UserError, RunError, RuntimeError, ValueError, TypeError, AttributeError, LookupError, AssertionError)
-ERRORS = (*ERRORS, ImportError, NotImplementedError, OSError)
+ERRORS = (
+    *(UserError, RuntimeError, ValueError, TypeError, AttributeError, LookupError, AssertionError),
+    *(ImportError, OSError),
+)
+"""What a library raises for a model that it cannot compute. NotImplementedError is a RuntimeError."""
 
 
 REASONS = {
