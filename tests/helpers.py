@@ -27,19 +27,24 @@ __all__ = [
 
 def make_tiny_model(folder: Path, **settings: Any) -> Path:
     """Create a model. The test is skipped if transformers is too old for it."""
+    return tiny_model.make_tiny_model(folder, **of_this_transformers(settings.get("kind", "qwen2"), settings))
+
+
+def of_this_transformers(kind: str, settings: dict[str, Any]) -> dict[str, Any]:
+    """Return settings of a model as this version names them. The test is skipped if transformers is too old for it."""
     import pytest
     from transformers import CONFIG_MAPPING
 
     from tests.marks import IS_TRANSFORMERS_4
 
-    kind = settings.get("kind", "qwen2")
     rotary = settings.get("rope_parameters", {"rope_type": "default"})
     if kind not in CONFIG_MAPPING or (IS_TRANSFORMERS_4 and (kind.startswith("phi") or "rope_type" not in rotary)):
         pytest.skip(f"this version of transformers has no {kind}, or not with these settings")
-    if IS_TRANSFORMERS_4 and settings.pop("rope_parameters", None):
-        names = ("original_max_position_embeddings", "rope_theta")
-        settings |= {"rope_scaling": rotary, **{name: rotary[name] for name in names if name in rotary}}
-    return tiny_model.make_tiny_model(folder, **settings)
+    if not IS_TRANSFORMERS_4 or "rope_parameters" not in settings:
+        return settings
+    names = {"original_max_position_embeddings", "rope_theta"} & rotary.keys()
+    others = {name: value for name, value in settings.items() if name != "rope_parameters"}
+    return {**others, "rope_scaling": rotary, **{name: rotary[name] for name in names}}
 
 
 def hpc_rl(

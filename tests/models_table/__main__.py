@@ -39,7 +39,7 @@ def main() -> None:
     if not given.only_page:
         os.environ |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
         from tests.models_table.checks import COLUMNS
-        from tests.models_table.families import FAMILIES
+        from tests.small_models.families import FAMILIES
 
         table, started = read_cells(), time.monotonic()
         context = multiprocessing.get_context("fork")  # after the imports, which take long

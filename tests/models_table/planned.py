@@ -9,7 +9,7 @@ from unittest import mock
 from hpc_rl.config.base import Section
 from hpc_rl.plan.memory import phases
 from hpc_rl.plan.shape import shape_of
-from tests.models_table.families import settings_of
+from tests.small_models.families import settings_of
 from tests.simulated_gpu import scenarios
 from tests.simulated_gpu.models import untrained
 from tests.simulated_gpu.patches import GPU_BYTES

@@ -8,7 +8,7 @@ import pytest
 
 from tests.marks import long
 from tests.rl.runs.jobs import Runs, series
-from tests.tiny_wrappers import make_wrapper
+from tests.small_models.wrappers import make_wrapper
 from tests.training.checkpoints.test_complete_export import KINDS, MORE, assert_complete
 
 

@@ -21,7 +21,7 @@ from tests.finetune.jobs import ALONE, run_here, run_job
 from tests.finetune.test_preferences import rows
 from tests.helpers import make_tiny_model, write_chats
 from tests.marks import long
-from tests.tiny_wrappers import is_of_language, make_wrapper, read_files
+from tests.small_models.wrappers import is_of_language, make_wrapper, read_files
 
 pytest.importorskip("transformers.models.gemma4", reason="older versions have fewer of these models")
 KINDS = ("gemma3", "mistral3", "qwen3_5")

@@ -17,7 +17,7 @@ from hpc_rl.training.models.lora import is_adapter
 from hpc_rl.training.models.stored_form import StoredForm
 from tests.helpers import make_tiny_model
 from tests.marks import IS_TRANSFORMERS_4, long, since_5
-from tests.tiny_wrappers import is_of_language, make_wrapper, read_files
+from tests.small_models.wrappers import is_of_language, make_wrapper, read_files
 
 KINDS: list[tuple[str, dict[str, Any], str]] = [
     (
