@@ -15,8 +15,8 @@ import pytest
 from tests.e2e.test_ppo_on_slurm import PPO, REWARD, records
 from tests.e2e.workspace import QUICK, Workspace, make_workspace
 from tests.marks import long
-from tests.small_models.published import FAMILIES, make
 from tests.sandbox.cluster import Cluster
+from tests.small_models.published import FAMILIES, make
 
 pytestmark = [pytest.mark.sandbox, pytest.mark.slow]
 UNPACKED = ("llama4",)

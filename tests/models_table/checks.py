@@ -32,9 +32,9 @@ from tests.finetune.test_preferences import logprobs
 from tests.helpers import write_chats
 from tests.models_table.cells import Cell
 from tests.models_table.engines import ERRORS, Engines, engine_reason
-from tests.small_models.families import config_json, make_model
 from tests.models_table.planned import TOLERANCE, compared_with_plan
 from tests.models_table.policy import grpo_steps
+from tests.small_models.families import config_json, make_model
 from tests.training.models.attention.test_samples_alone import differences, packed_logits, samples_of
 
 ROWS = ([7, 40, 90, 3, 21], [5, 9, 11, 2, 1])

@@ -9,12 +9,12 @@ from unittest import mock
 from hpc_rl.config.base import Section
 from hpc_rl.plan.memory import phases
 from hpc_rl.plan.shape import shape_of
-from tests.small_models.families import settings_of
 from tests.simulated_gpu import scenarios
 from tests.simulated_gpu.models import untrained
 from tests.simulated_gpu.patches import GPU_BYTES
 from tests.simulated_gpu.process import simulate
 from tests.simulated_gpu.scenarios import Job, Phase, config_of, sft_step
+from tests.small_models.families import settings_of
 
 TOLERANCE = 0.1
 WIDER = 8

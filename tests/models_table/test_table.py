@@ -12,9 +12,9 @@ from hpc_rl.formats.model_kind import MIXERS
 from tests.marks import long
 from tests.models_table.cells import installed, read_cells, read_versions
 from tests.models_table.checks import COLUMNS, Row, Tools, cells_of
-from tests.small_models.families import FAMILIES
 from tests.models_table.page import rendered, table_of_page
 from tests.rl.rollout.vllm.test_engine import needs_vllm
+from tests.small_models.families import FAMILIES
 
 OFTEN = ("gemma2", "deepseek_v3", "granitemoehybrid", "qwen3_5")
 """Families that have windows, capped logits and scores, latent attention, experts, scaled logits, two kinds of layers

@@ -6,16 +6,9 @@ from typing import Any
 
 from hpc_rl.config.compose import compose
 from hpc_rl.plan.shape import Shape, shape_of
+from tests.simulated_gpu.shapes import sizes
 
-QWEN_7B = {
-    "model_type": "qwen2",
-    "vocab_size": 152064,
-    "hidden_size": 3584,
-    "intermediate_size": 18944,
-    "num_hidden_layers": 28,
-    "num_attention_heads": 28,
-    "num_key_value_heads": 4,
-}
+QWEN_7B = sizes("7B")
 SHAPES: dict[str, Shape] = {"/7b": shape_of(QWEN_7B, "/7b")}
 SHAPES["/other"] = shape_of({**QWEN_7B, "num_hidden_layers": 14}, "/other")
 PPO = ("data.train_files=x.jsonl", "reward.function=exact", "data.train_batch_size=1024")

@@ -9,69 +9,25 @@ from tests.plan.families import FEW_LAYERS, few_layers
 Shape = str
 """A key of SHAPES or of tests.plan.families.FEW_LAYERS."""
 
-SHAPES: dict[Shape, dict[str, Any]] = {
-    "tiny": {
-        "vocab_size": 1024,
-        "hidden_size": 256,
-        "intermediate_size": 512,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 8,
-        "num_key_value_heads": 2,
-    },
-    "0.5B": {
-        "vocab_size": 151936,
-        "hidden_size": 896,
-        "intermediate_size": 4864,
-        "num_hidden_layers": 24,
-        "num_attention_heads": 14,
-        "num_key_value_heads": 2,
-        "tie_word_embeddings": True,
-    },
-    "Qwen3-0.6B": {
-        "model_type": "qwen3",
-        "vocab_size": 151936,
-        "hidden_size": 1024,
-        "intermediate_size": 3072,
-        "num_hidden_layers": 28,
-        "num_attention_heads": 16,
-        "num_key_value_heads": 8,
-        "head_dim": 128,
-        "tie_word_embeddings": True,
-    },
-    "1.5B": {
-        "vocab_size": 151936,
-        "hidden_size": 1536,
-        "intermediate_size": 8960,
-        "num_hidden_layers": 28,
-        "num_attention_heads": 12,
-        "num_key_value_heads": 2,
-        "tie_word_embeddings": True,
-    },
-    "7B": {
-        "vocab_size": 152064,
-        "hidden_size": 3584,
-        "intermediate_size": 18944,
-        "num_hidden_layers": 28,
-        "num_attention_heads": 28,
-        "num_key_value_heads": 4,
-    },
-    "14B": {
-        "vocab_size": 152064,
-        "hidden_size": 5120,
-        "intermediate_size": 13824,
-        "num_hidden_layers": 48,
-        "num_attention_heads": 40,
-        "num_key_value_heads": 8,
-    },
-    "32B": {
-        "vocab_size": 152064,
-        "hidden_size": 5120,
-        "intermediate_size": 27648,
-        "num_hidden_layers": 64,
-        "num_attention_heads": 40,
-        "num_key_value_heads": 8,
-    },
+_COLUMNS = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+_COLUMNS += ("num_key_value_heads",)
+_SHAPES = {
+    "tiny": (1024, 256, 512, 2, 8, 2),
+    "0.5B": (151936, 896, 4864, 24, 14, 2),
+    "Qwen3-0.6B": (151936, 1024, 3072, 28, 16, 8),
+    "1.5B": (151936, 1536, 8960, 28, 12, 2),
+    "7B": (152064, 3584, 18944, 28, 28, 4),
+    "14B": (152064, 5120, 13824, 48, 40, 8),
+    "32B": (152064, 5120, 27648, 64, 40, 8),
 }
+SHAPES: dict[Shape, dict[str, Any]] = {
+    name: {
+        **{"model_type": "qwen2", **dict(zip(_COLUMNS, row, strict=True))},
+        **({"tie_word_embeddings": True} if row[0] == 151936 else {}),
+    }
+    for name, row in _SHAPES.items()
+}
+SHAPES["Qwen3-0.6B"] |= {"model_type": "qwen3", "head_dim": 128}
 """Qwen2.5's shapes, one of Qwen3, whose attention normalises queries and keys, and a small one."""
 
 
@@ -79,5 +35,4 @@ def sizes(shape: Shape, layers: int | None = None) -> dict[str, Any]:
     """Return the configuration of a shape, perhaps with another number of layers."""
     if shape in FEW_LAYERS:
         return few_layers(shape)
-    found = {"model_type": "qwen2", **SHAPES[shape]}
-    return {**found, "num_hidden_layers": layers or found["num_hidden_layers"]}
+    return {**SHAPES[shape], **({"num_hidden_layers": layers} if layers else {})}

@@ -50,7 +50,12 @@ VISION = {
     **{"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2, "head_dim": 16},
     **{"num_key_value_heads": 2, "image_size": 28, "patch_size": 14, "depth": 1, "embed_dim": 32, "num_heads": 2},
     **{"out_hidden_size": 128, "output_dim": 128, "projection_dim": 128, "num_position_embeddings": 16},
-    **{"deepstack_visual_indexes": [0], "fullatt_block_indexes": [0], "position_embedding_size": 64, "mm_embed_dim": 128},
+    **{
+        "deepstack_visual_indexes": [0],
+        "fullatt_block_indexes": [0],
+        "position_embedding_size": 64,
+        "mm_embed_dim": 128,
+    },
 }
 """The same of parts that read images."""
 
@@ -148,13 +153,17 @@ FAMILIES: dict[str, dict[str, Any]] = {
 }
 """model_type -> the settings that matter for its structure: families of the table in docs/models.md."""
 
+LATENT_QUERIES = {**LATENT, "q_lora_rank": 48}
+ROTARY = {"rotary_dim": 32}
+UNPADDED = {"unpadded_vocab_size": VOCABULARY}
 MAMBA1 = {"n_mamba_heads": 8, "mamba_d_state": 16}
 IN_SECTIONS = {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [4, 4, 8]}}
 WITHOUT_WINDOW = {"text_config": {"sliding_window": None}}
 OTHERS: dict[str, dict[str, Any]] = {
-    **dict.fromkeys(("axk1", "axk2", "glm4_moe_lite", "glm_moe_dsa", "minicpm3"), {**LATENT, "q_lora_rank": 48}),
-    **dict.fromkeys(("dots3_note_text", "sarvam_mla", "youtu"), {**LATENT, "q_lora_rank": 48}),
-    **dict.fromkeys(("codegen", "gptj"), {"rotary_dim": 32}),
+    **dict.fromkeys(("axk1", "axk2", "dots3_note_text", "glm4_moe_lite", "glm_moe_dsa"), LATENT_QUERIES),
+    **dict.fromkeys(("minicpm3", "sarvam_mla", "youtu"), LATENT_QUERIES),
+    **dict.fromkeys(("codegen", "gptj"), ROTARY),
+    **dict.fromkeys(("inkling2_loop_text", "inkling2_text"), UNPADDED),
     **dict.fromkeys(("qwen2_vl_text", "qwen2_5_vl_text", "qwen3_vl_text"), IN_SECTIONS),
     **dict.fromkeys(("qwen3_vl_moe_text", "glm4v_text"), IN_SECTIONS),
     "bailing_hybrid": {
@@ -166,9 +175,10 @@ OTHERS: dict[str, dict[str, Any]] = {
         "ffn_config": {"ffn_hidden_size": 64, "moe_num_experts": 4, "moe_top_k": 2},
     },
     "deepseek_v32": {
-        **{**LATENT, "q_lora_rank": 48, "n_shared_experts": 1, "head_dim": 32},
+        **{**LATENT_QUERIES, "n_shared_experts": 1, "head_dim": 32},
         **{"index_topk": 8, "index_n_heads": 2},
     },
+    "dots1": {"n_shared_experts": 1},
     "dory": {"num_hidden_layers": 4, "n_input_layers": 1, "n_output_layers": 1},
     "dots3_note_audio_encoder": {"adapter_input_size": 128, "adapter_out_dim": 128},
     "dots3_note_vision_encoder": {"mlp_layer_types": ["dense"], "adapter_in_dim": 32, "adapter_out_dim": 128},
@@ -176,19 +186,20 @@ OTHERS: dict[str, dict[str, Any]] = {
     "falcon_mamba": {"state_size": 16},
     "gemma4_unified_text": {**TWO_WINDOWS, "global_head_dim": 64},
     "glm4v_moe_text": {"rope_parameters": {**IN_SECTIONS["rope_parameters"], "mrope_section": [2, 2, 4]}},
-    "gpt_neo": {"attention_types": [[["global", "local"], 1]], "num_layers": 2, "window_size": 8},
-    **dict.fromkeys(("inkling2_loop_text", "inkling2_text"), {"unpadded_vocab_size": VOCABULARY}),
+    "gpt_neo": {"attention_types": [[["global", "local", "local"], 1]], "window_size": 8},
     "lara_mini": {**DELTA, "layer_types": ["linear_attention", "sliding_attention", "full_attention"], **SHARED},
     "lfm3": {"layer_types": ["conv", "full_attention", "conv"]},
     **dict.fromkeys(("llava", "llava_next"), WITHOUT_WINDOW),
     "longcat_flash": {
-        **{**LATENT, "q_lora_rank": 48, "num_layers": 2, "ffn_hidden_size": 64, "expert_ffn_hidden_size": 64},
+        **{**LATENT_QUERIES, "num_layers": 2, "ffn_hidden_size": 64, "expert_ffn_hidden_size": 64},
         **{"moe_topk": 2, "zero_expert_num": 2},
     },
     "mamba2": {"num_heads": 8, "head_dim": 32, "n_groups": 2, "state_size": 16},
+    "ministral": TWO_WINDOWS,
     "prophetnet": {"num_hidden_layers": DEFAULT, "num_encoder_layers": 1},
     "qwen3_5_moe_text": {**DELTA, **SHARED},
     "reformer": {"is_decoder": True, "axial_pos_embds": False},
+    "phi": {"partial_rotary_factor": 0.5},
     "roc_bert": {"pronunciation_vocab_size": 20, "shape_vocab_size": 20},
     "vaultgemma": TWO_WINDOWS,
     "xlnet": {"max_position_embeddings": DEFAULT, "d_head": 32},

@@ -19,8 +19,9 @@ from hpc_rl.training.models.causal_lm import causal_lm
 from hpc_rl.training.models.loading import load_sharded, weights_of
 from tests.finetune.jobs import ALONE, run_here, run_job
 from tests.finetune.test_preferences import rows
-from tests.helpers import make_tiny_model, write_chats
+from tests.helpers import write_chats
 from tests.marks import long
+from tests.small_models.families import make_model
 from tests.small_models.wrappers import is_of_language, make_wrapper, read_files
 
 pytest.importorskip("transformers.models.gemma4", reason="older versions have fewer of these models")
@@ -181,11 +182,7 @@ def test_a_reward_model_is_the_language_model_alone(tmp_path: Path) -> None:
 
 def test_a_layer_that_predicts_several_tokens_is_kept(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """As in DeepSeek V3: a layer after the last one, beside experts that transformers merges."""
-    experts = {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "n_group": 1}
-    latent = {"q_lora_rank": 16, "kv_lora_rank": 8, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8}
-    more = {"topk_group": 1, "n_shared_experts": 1, "first_k_dense_replace": 1, "num_attention_heads": 4}
-    heads = {"num_key_value_heads": 4}
-    base = make_tiny_model(tmp_path / "base", kind="deepseek_v3", layers=3, **experts, **latent, **more, **heads)
+    base = make_model(tmp_path / "base", "deepseek_v3")
     settings = json.loads((base / "config.json").read_text())
     (base / "config.json").write_text(json.dumps({**settings, "num_hidden_layers": 2, "num_nextn_predict_layers": 1}))
     assert run_here(options(base, tmp_path), tmp_path / "run", "trainer.total_training_steps=1") == 0

@@ -211,5 +211,8 @@ def test_a_layer_without_the_samples_is_an_error(tmp_path: Path) -> None:
 
 @since_5
 def test_attention_counts_in_the_layers_that_have_it(tmp_path: Path) -> None:
-    count = {kind: count_flops(load(str(make_model(tmp_path / kind, kind)))).per_squared_token for kind in ("lfm2", "falcon_h1")}
+    count = {
+        kind: count_flops(load(str(make_model(tmp_path / kind, kind)))).per_squared_token
+        for kind in ("lfm2", "falcon_h1")
+    }
     assert count == {"lfm2": 12 * 128, "falcon_h1": 3 * 12 * 128}

@@ -15,26 +15,22 @@ from hpc_rl.rl.weights.base import WeightSource
 from hpc_rl.training.models.causal_lm import causal_lm, load_model
 from hpc_rl.training.models.lora import is_adapter
 from hpc_rl.training.models.stored_form import StoredForm
-from tests.helpers import make_tiny_model
 from tests.marks import IS_TRANSFORMERS_4, long, since_5
+from tests.small_models.families import make_model
 from tests.small_models.wrappers import is_of_language, make_wrapper, read_files
 
-KINDS: list[tuple[str, dict[str, Any], str]] = [
-    (
-        "qwen3_moe",
-        {"num_experts": 3, "num_experts_per_tok": 2, "moe_intermediate_size": 16},
-        "model.layers.1.mlp.experts.2.up_proj.weight",
-    ),
-    ("mixtral", {"num_local_experts": 3}, "model.layers.1.block_sparse_moe.experts.2.w3.weight"),
-    ("gpt_oss", {"num_local_experts": 3, "num_experts_per_tok": 2}, "model.layers.1.mlp.experts.gate_up_proj"),
-    ("qwen2", {}, "model.layers.1.mlp.up_proj.weight"),
+KINDS = [
+    ("qwen3_moe", "model.layers.1.mlp.experts.2.up_proj.weight"),
+    ("mixtral", "model.layers.1.block_sparse_moe.experts.2.w3.weight"),
+    ("gpt_oss", "model.layers.1.mlp.experts.gate_up_proj"),
+    ("qwen2", "model.layers.1.mlp.up_proj.weight"),
 ]
 
 
-@pytest.mark.parametrize(("kind", "settings", "name"), KINDS)
-def test_source_has_the_tensors_of_the_files(tmp_path: Path, kind: str, settings: dict[str, Any], name: str) -> None:
+@pytest.mark.parametrize(("kind", "name"), KINDS)
+def test_source_has_the_tensors_of_the_files(tmp_path: Path, kind: str, name: str) -> None:
     """The names in files are those that vLLM's loaders expect."""
-    folder = make_tiny_model(tmp_path, kind=kind, **settings)
+    folder = make_model(tmp_path, kind)
     expected = load_file(folder / "model.safetensors")
     hf = load_model(ModelConfig(path=str(folder))).hf
     source = WeightSource(hf, torch.float32, stored=StoredForm(hf))
@@ -56,8 +52,8 @@ def test_conversions_are_looked_for_once(tmp_path: Path, monkeypatch: pytest.Mon
         "get_model_conversion_mapping",
         lambda hf, **options: calls.append(hf) or search(hf, **options),
     )
-    kind, settings, name = KINDS[0]
-    hf = causal_lm(ModelConfig(path=str(make_tiny_model(tmp_path, kind=kind, **settings)))).empty()
+    kind, name = KINDS[0]
+    hf = causal_lm(ModelConfig(path=str(make_model(tmp_path, kind)))).empty()
     stored = StoredForm(hf)
     calls.clear()
     names = [entry.name for _ in range(2) for entry in WeightSource(hf, torch.bfloat16, stored=stored).metadata()]
@@ -66,8 +62,8 @@ def test_conversions_are_looked_for_once(tmp_path: Path, monkeypatch: pytest.Mon
 
 def test_names_of_a_module_without_memory(tmp_path: Path) -> None:
     """As a rank of several builds it."""
-    kind, settings, _ = KINDS[1]
-    folder = make_tiny_model(tmp_path, kind=kind, **settings)
+    kind, _ = KINDS[1]
+    folder = make_model(tmp_path, kind)
     hf = causal_lm(ModelConfig(path=str(folder))).empty()
     source = WeightSource(hf, torch.bfloat16, stored=StoredForm(hf))
     assert {entry.name for entry in source.metadata()} == load_file(folder / "model.safetensors").keys()
@@ -110,8 +106,8 @@ def with_new_names(folder: Path, out: Path) -> Path:
 
 @since_5
 def test_adapters_keep_their_names(tmp_path: Path) -> None:
-    kind, settings, name = KINDS[0]
-    folder = str(make_tiny_model(tmp_path, kind=kind, **settings))
+    kind, name = KINDS[0]
+    folder = str(make_model(tmp_path, kind))
     config = ModelConfig.model_validate({"path": folder, "lora": {"rank": 2}})
     hf = load_model(config).hf
     alone = WeightSource(hf, torch.float32, adapters_only=True, stored=StoredForm(hf))

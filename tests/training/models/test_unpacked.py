@@ -16,25 +16,13 @@ from hpc_rl.training.models.causal_lm import CausalLM, causal_lm
 from hpc_rl.training.models.loading import load_sharded
 from hpc_rl.training.parallel.distributed import World
 from tests.finetune.jobs import run_here, run_job, series
-from tests.helpers import make_tiny_model, write_chats
+from tests.helpers import write_chats
 from tests.marks import long
+from tests.small_models.families import make_model
 
 pytest.importorskip("transformers.models.deepseek_v32", reason="older versions have fewer of these models")
 WORLD = World(0, 1, torch.device("cpu"))
-EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 1, "intermediate_size_mlp": 64}
-LATENT = {"q_lora_rank": 16, "kv_lora_rank": 8, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8}
-ROUTED = {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "n_group": 1, "topk_group": 1}
-KINDS: dict[str, dict[str, Any]] = {
-    "llama4_text": {**EXPERTS, "attention_chunk_size": 8, "floor_scale": 16, "no_rope_layers": [1, 0]},
-    "bloom": {},
-    "deepseek_v32": {**LATENT, **ROUTED, "num_key_value_heads": 2, "index_topk": 8, "index_n_heads": 2},
-    "falcon_mamba": {"state_size": 4},
-    "zamba": {"n_mamba_heads": 8, "mamba_d_state": 8, "layers": 3, "layer_types": ["mamba", "hybrid", "mamba"]},
-}
-
-
-def tiny(folder: Path, kind: str) -> str:
-    return str(make_tiny_model(folder, kind=kind, num_attention_heads=2, **KINDS[kind]))
+KINDS = ("llama4_text", "bloom", "deepseek_v32", "falcon_mamba", "zamba")
 
 
 def load(path: str, **options: Any) -> CausalLM:
@@ -44,7 +32,7 @@ def load(path: str, **options: Any) -> CausalLM:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_they_are_refused_in_packed_rows(tmp_path: Path, kind: str) -> None:
-    pretrained = causal_lm(ModelConfig(path=tiny(tmp_path, kind)))
+    pretrained = causal_lm(ModelConfig(path=str(make_model(tmp_path, kind))))
     with pytest.raises(UserError, match=r"cannot be trained in packed rows: .* use trainer.packing=false: one sample"):
         load_sharded(pretrained, WORLD, TrainingConfig())
 
@@ -52,7 +40,7 @@ def test_they_are_refused_in_packed_rows(tmp_path: Path, kind: str) -> None:
 @pytest.mark.parametrize("kind", ["llama4_text", *(long(kind) for kind in KINDS if kind != "llama4_text")])
 def test_two_ranks_stop_resume_and_export(tmp_path: Path, kind: str) -> None:
     base = [
-        f"model.path={tiny(tmp_path / 'base', kind)}",
+        f"model.path={make_model(tmp_path / 'base', kind)}",
         f"data.train_files={write_chats(tmp_path / 'train.jsonl', 19)}",
         *("data.train_batch_size=7", "optim.lr=1e-2", "trainer.device=cpu", "trainer.packing=false"),
     ]
@@ -79,7 +67,7 @@ def test_pairs_on_two_ranks(tmp_path: Path) -> None:
     (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
     base = [
         *("--kind", "dpo"),
-        f"model.path={tiny(tmp_path / 'base', 'falcon_mamba')}",
+        f"model.path={make_model(tmp_path / 'base', 'falcon_mamba')}",
         f"data.train_files={tmp_path / 'pairs.jsonl'}",
         *("data.train_batch_size=3", "optim.lr=1e-2", "trainer.device=cpu", "trainer.packing=false"),
         "trainer.export=false",
@@ -94,6 +82,6 @@ def test_pairs_on_two_ranks(tmp_path: Path) -> None:
 def test_an_encoder_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its settings do not matter: a token must not depend on those after it."""
     monkeypatch.setattr("hpc_rl.formats.model_families.REFUSALS", {})
-    path = str(make_tiny_model(tmp_path, kind="bert"))
+    path = str(make_model(tmp_path, "bert"))
     with pytest.raises(UserError, match="bert cannot be trained: the hidden states of a token depend on the tokens"):
         load(path)

@@ -17,82 +17,31 @@ from hpc_rl.errors import UserError
 from hpc_rl.training.models import causal_lm
 from hpc_rl.training.models.attention.packed_batch import pack_samples
 from hpc_rl.training.models.causal_lm import load_model
-from tests.helpers import make_tiny_model
 from tests.marks import since_5, unless_4
-from tests.training.models.attention.test_packed_attention import spread_sinks
+from tests.small_models.families import LONGROPE, make_model
 
-LENGTHS = ([7, 40, 13, 3, 21], [16, 17, 64, 30, 17], [5, 9, 11, 2, 1])
+LENGTHS = ([7, 90, 13, 3, 21], [16, 17, 64, 30, 17], [5, 9, 11, 2, 1])
 """Rows of which the second follows one with a longer sample than some of its own, and the last has short samples."""
-POSITIONS = {"original_max_position_embeddings": 16}
-LONGROPE = {"rope_type": "longrope", "factor": 4.0, **POSITIONS}
-LONGROPE |= {"short_factor": [1.0, 1.1, 1.2, 1.3], "long_factor": [2.0, 3.0, 4.0, 5.0]}
-DYNAMIC = {"rope_parameters": {"rope_type": "dynamic", "factor": 4.0}, "max_position_embeddings": 16}
+POSITIONS = {"original_max_position_embeddings": 64}
+DYNAMIC = {"rope_type": "dynamic", "factor": 4.0}
 YARN = {"rope_type": "yarn", "factor": 4.0, **POSITIONS}
-LATENT = {"q_lora_rank": 16, "kv_lora_rank": 8, "qk_rope_head_dim": 8, "qk_nope_head_dim": 4, "v_head_dim": 6}
-LATENT |= {"num_key_value_heads": 4, "head_dim": 8}
-ROUTED = {"n_routed_experts": 4, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1}
-EXPERTS = {"moe_intermediate_size": 16, "num_experts_per_tok": 2}
-GATED = {"layer_types": ["linear_attention", "full_attention"], "linear_num_key_heads": 2, "linear_num_value_heads": 4}
-GATED |= {"linear_key_head_dim": 8, "linear_value_head_dim": 8}
-LAYERS = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 6}
+SCALED_LONGROPE = {**LONGROPE, "factor": 4.0}
 UNCAPPED = {"final_logit_softcapping": None}
-FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {  # and those of tests/models_table
-    "llama, dynamic": ("llama", DYNAMIC),
-    "llama, longrope": ("llama", {"rope_parameters": LONGROPE}),
-    "llama, yarn": ("llama", {"rope_parameters": YARN}),
-    "llama, llama3": (
-        "llama",
-        {
-            "rope_parameters": {
-                **{**YARN, "rope_type": "llama3"},
-                **{"low_freq_factor": 1.0, "high_freq_factor": 4.0},
-            }
-        },
-    ),
-    "qwen3, dynamic": ("qwen3", DYNAMIC),
-    "phi3": ("phi3", {"rope_parameters": LONGROPE, **POSITIONS, "bos_token_id": 1, "sliding_window": 20}),
-    "phimoe": (
-        "phimoe",
-        {"rope_parameters": {**LONGROPE, "short_mscale": 1.1, "long_mscale": 1.3}, "num_local_experts": 4},
-    ),
-    "gemma3_text": (
-        "gemma3_text",
-        {
-            **LAYERS,
-            "max_position_embeddings": 16,
-            "rope_parameters": {"sliding_attention": {"rope_type": "default"}, "full_attention": {**YARN}},
-        },
-    ),
-    "gemma3_text, dynamic": (
-        "gemma3_text",
-        {
-            **LAYERS,
-            "max_position_embeddings": 16,
-            "rope_parameters": {
-                "sliding_attention": {"rope_type": "default"},
-                "full_attention": DYNAMIC["rope_parameters"],
-            },
-        },
-    ),
-    "gemma3_text, longrope": (
-        "gemma3_text",
-        {
-            **LAYERS,
-            "rope_parameters": {"sliding_attention": {"rope_type": "default"}, "full_attention": LONGROPE},
-        },
-    ),
-    "gemma4_unified_text": ("gemma4_unified_text", {**UNCAPPED, **LAYERS, "global_head_dim": 8}),
-    "vaultgemma": ("vaultgemma", {**UNCAPPED, **LAYERS}),
-    "ministral": ("ministral", LAYERS),
-    "ministral3": (
-        "ministral3",
-        {"rope_parameters": {**YARN, "llama_4_scaling_beta": 0.5}},
-    ),
-    "glm4_moe": ("glm4_moe", {**EXPERTS, **ROUTED, "use_qk_norm": True, "partial_rotary_factor": 0.5}),
-    "phi": ("phi", {"partial_rotary_factor": 0.5}),
-    "qwen3_next": ("qwen3_next", {**EXPERTS, **GATED, "num_experts": 4, "shared_expert_intermediate_size": 16}),
-    "smollm3": ("smollm3", {"no_rope_layers": [1, 0]}),
-    "deepseek_v3": ("deepseek_v3", {**LATENT, **EXPERTS, **ROUTED}),
+WINDOWS = {"sliding_attention": {"rope_type": "default"}}
+FAMILIES: dict[str, dict[str, Any]] = {  # and those of tests/models_table
+    "llama": {},
+    "llama, dynamic": {"rope_parameters": DYNAMIC, "max_position_embeddings": 16},
+    "llama, longrope": {"rope_parameters": SCALED_LONGROPE},
+    "llama, yarn": {"rope_parameters": YARN},
+    "qwen3, dynamic": {"rope_parameters": DYNAMIC, "max_position_embeddings": 16},
+    "gemma3_text": {"rope_parameters": {**WINDOWS, "full_attention": YARN}},
+    "gemma3_text, dynamic": {
+        **{"rope_parameters": {**WINDOWS, "full_attention": DYNAMIC}, "max_position_embeddings": 16},
+    },
+    "gemma3_text, longrope": {"rope_parameters": {**WINDOWS, "full_attention": SCALED_LONGROPE}},
+    "ministral3": {"rope_parameters": {**YARN, "llama_4_scaling_beta": 0.5}},
+    **dict.fromkeys(("gemma4_unified_text", "vaultgemma"), UNCAPPED),
+    **{kind: {} for kind in ("phi3", "phimoe", "ministral", "glm4_moe", "phi", "qwen3_next", "smollm3", "deepseek_v3")},
 }
 OF_LENGTH = [name for name in FAMILIES if "dynamic" in name or "longrope" in name or name in ("phi3", "phimoe")]
 
@@ -101,20 +50,12 @@ def model_of(folder: Path, name: str) -> tuple[causal_lm.CausalLM, Any]:
     """The model in packed training, and in transformers."""
     from transformers import AutoModelForCausalLM
 
-    kind, settings = FAMILIES[name]
-    settings = {"num_attention_heads": 4, "max_position_embeddings": 64, **settings}
-    make_tiny_model(folder, kind=kind, **settings)
+    make_model(folder, name.partition(",")[0], **FAMILIES[name])
     model = load_model(ModelConfig(path=str(folder)))
     model.hf.eval()  # the routers of phimoe draw experts in training mode
-    with torch.no_grad():
-        for parameter in model.hf.parameters():
-            if parameter.ndim > 1:
-                parameter.mul_(6)  # so that attention is not uniform
-    spread_sinks(model.hf)
     plain = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager")
     if hasattr(plain, "set_experts_implementation"):
         plain.set_experts_implementation("eager")
-    plain.load_state_dict(model.hf.state_dict())
     return model, plain
 
 
@@ -188,17 +129,17 @@ def test_this_finds_frequencies_of_another_sample(tmp_path: Path, monkeypatch: p
     ("kind", "settings", "reason"),
     [
         ("llama4_text", {}, "layers of type chunked_attention"),
-        ("llama4_text", {"layer_types": ["full_attention"] * 2}, "scale queries by their position in the row"),
+        ("llama4_text", {"layer_types": ["full_attention"] * 3}, "scale queries by their position in the row"),
         unless_4("phimoe", {"sliding_window": 6}, r"attention \(sliding_window=6\), but do not pass the window"),
         unless_4("qwen2_moe", {"sliding_window": 6, "use_sliding_window": True}, "sliding-window attention"),
         ("doge", {}, "doge need a mask of their own in attention"),
-        ("deepseek_v32", {**LATENT, **EXPERTS, "n_routed_experts": 4}, "attend to selected or compressed keys"),
+        ("deepseek_v32", {}, "attend to selected or compressed keys"),
     ],
 )
 def test_models_whose_samples_would_be_others_are_refused(
     tmp_path: Path, kind: str, settings: dict[str, Any], reason: str
 ) -> None:
-    folder = make_tiny_model(tmp_path, kind=kind, num_attention_heads=4, **settings)
+    folder = make_model(tmp_path, kind, **settings)
     with pytest.raises(UserError, match=reason):
         list(packed_results(load_model(ModelConfig(path=str(folder))), samples_of([3])))
 
@@ -207,7 +148,7 @@ def test_models_whose_samples_would_be_others_are_refused(
 def test_one_length_for_all_samples(tmp_path: Path) -> None:
     """As an engine has it: the short factors are the long ones."""
     model, plain = model_of(tmp_path, "phi3")
-    causal_lm.follow_samples(model.hf, longest=17)
+    causal_lm.follow_samples(model.hf, longest=65)
     plain.config.rope_parameters["short_factor"] = LONGROPE["long_factor"]
     plain.model.rotary_emb.__init__(plain.config)
     assert max(differences(model, plain, LENGTHS[0])) < 2e-5
