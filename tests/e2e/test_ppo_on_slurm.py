@@ -10,7 +10,7 @@ import pytest
 from tests.e2e.workspace import Workspace
 from tests.helpers import make_tiny_model
 from tests.sandbox.cluster import Cluster
-from tests.training.models.test_unpacked import tiny
+from tests.small_models.families import make_model
 
 pytestmark = [pytest.mark.sandbox, pytest.mark.slow]
 
@@ -176,7 +176,7 @@ def test_what_waits_in_host_memory_changes_no_number(workspace: Workspace) -> No
 @pytest.mark.long
 def test_llama_4_trains_unpacked(workspace: Workspace) -> None:
     """Its job is refused before the queue without trainer.packing=false."""
-    tiny(workspace.folder / "llama4", "llama4_text")
+    make_model(workspace.folder / "llama4", "llama4_text")
     question = {"role": "user", "content": "1+1="}
     row = json.dumps({"messages": [question, {"role": "assistant", "content": "2"}]})
     (workspace.folder / "chats.jsonl").write_text(f"{row}\n" * 16)

@@ -236,7 +236,7 @@ def settings_of(kind: str, **changes: Any) -> dict[str, Any]:
     if "text_config" not in parts:
         return {**_small(default, SMALL, {**own, **ends, **changes}), **parts}
     places = sorted(name for name in default.to_dict() if name.endswith(("_token_id", "_token_index")))
-    images = {name: 300 + number for number, name in enumerate(places) if name not in ("bos_token_id", *ends)}
+    images = {name: VOCABULARY - number for number, name in enumerate(places, 1) if name not in ("bos_token_id", *ends)}
     tied = {"tie_word_embeddings": parts["text_config"].get("tie_word_embeddings", False)}
     return {**_small(default, SMALL, {**images, **tied, **own, **ends}), **parts}
 

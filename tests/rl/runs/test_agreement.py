@@ -9,9 +9,8 @@ import pytest
 from hpc_rl.errors import EXIT_STOPPED
 from tests.marks import long
 from tests.rl.runs.jobs import Runs, metrics, same_metrics, series, stop_after
-from tests.training.models.test_mixers import tiny
+from tests.small_models.families import make_model
 from tests.training.models.test_unpacked import KINDS as UNPACKED
-from tests.training.models.test_unpacked import tiny as unpacked
 
 OPTIONS = (
     "trainer.total_training_steps=3",
@@ -74,7 +73,7 @@ def test_engines_in_a_pool_of_their_own_agree(run: Runs, tmp_path: Path, one_wor
 
 def test_layers_with_a_state_agree_with_the_engine(run: Runs, tmp_path: Path) -> None:
     """tests/models_table compares engine and trainer of every family."""
-    model = tiny(tmp_path / "model", "qwen3_next")
+    model = make_model(tmp_path / "model", "qwen3_next")
     options = ("algorithm.advantage=grpo", f"model.path={model}", "rollout.calculate_log_probs=true")
     assert run(tmp_path / "run", *options) == 0
     found = series(tmp_path / "run", "training/rollout_probs_diff_max")
@@ -84,7 +83,7 @@ def test_layers_with_a_state_agree_with_the_engine(run: Runs, tmp_path: Path) ->
 @pytest.mark.parametrize("kind", ["llama4_text", *(long(kind) for kind in UNPACKED if kind != "llama4_text")])
 def test_two_workers_agree_with_one_and_the_engine_without_packing(run: Runs, tmp_path: Path, kind: str) -> None:
     options = (
-        *("algorithm.advantage=grpo", f"model.path={unpacked(tmp_path / 'model', kind)}", "trainer.packing=false"),
+        *("algorithm.advantage=grpo", f"model.path={make_model(tmp_path / 'model', kind)}", "trainer.packing=false"),
         *(
             "rollout.calculate_log_probs=true",
             "algorithm.kl={where: loss, coef: 0.1, estimator: k3}",

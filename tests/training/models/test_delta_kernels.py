@@ -14,7 +14,8 @@ import pytest
 import torch
 
 from hpc_rl.training.models.mixers import PerSample
-from tests.training.models.test_mixers import assert_equal, load, step, tiny
+from tests.small_models.families import make_model
+from tests.training.models.test_mixers import assert_equal, load, step
 
 
 class Counted(int):
@@ -68,7 +69,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 @pytest.mark.parametrize("kind", ["qwen3_5_text", "qwen3_next", "olmo_hybrid"])
 def test_whole_rows_are_the_samples(tmp_path: Path, kind: str, calls: list[Any]) -> None:
     """Logits and gradients are those that the code of transformers without kernels has, one sample at a time."""
-    path = tiny(tmp_path, kind)
+    path = str(make_model(tmp_path, kind))
     model = load(path)
     assert {mixer.whole_rows for mixer in model.hf.modules() if isinstance(mixer, PerSample)} == {True}
     calls.clear()

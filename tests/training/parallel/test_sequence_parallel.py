@@ -21,16 +21,17 @@ from tests.finetune.jobs import spawn
 from tests.helpers import make_tiny_model
 from tests.marks import IS_TRANSFORMERS_4
 from tests.training import sequence_ranks
-from tests.training.models.attention.test_samples_alone import LONGROPE
 from tests.training.models.test_families import make
 
+LONGROPE = {"rope_type": "longrope", "factor": 4.0, "original_max_position_embeddings": 16}
+LONGROPE |= {"short_factor": [1.0, 1.1, 1.2, 1.3], "long_factor": [2.0, 3.0, 4.0, 5.0]}
 FAMILIES: dict[str, dict[str, Any]] = {
     "cohere2": {"sliding_window": 6, "logit_scale": 0.3},
     "deepseek_v3": {},
     "gemma2": {"sliding_window": 6, "attn_logit_softcapping": 5.0, "final_logit_softcapping": 3.0},
-    "gemma3n_text": {"sliding_window": 6},
+    "gemma3n_text": {},
     "gemma4_text": {
-        **{"num_hidden_layers": 4, "num_kv_shared_layers": 2, "global_head_dim": 16, "sliding_window": 6},
+        **{"num_hidden_layers": 4, "num_kv_shared_layers": 2},
         "layer_types": ["sliding_attention", "full_attention"] * 2,
     },
     "glm4": {},
