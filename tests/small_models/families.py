@@ -265,7 +265,7 @@ def make_model(folder: Path, kind: str, auto: str = "", spread: bool = True, **c
         auto = "AutoModelForImageTextToText" if "vision_config" in config.sub_configs else "AutoModelForCausalLM"
     state = torch.get_rng_state()
     torch.manual_seed(0)
-    model = getattr(transformers, auto).from_config(config)
+    model = getattr(transformers, auto).from_config(config, dtype=torch.float32)
     if spread:
         _spread(model)
     torch.set_rng_state(state)
