@@ -98,7 +98,7 @@ def assert_trained(folder: Path, packing: bool) -> None:
     hf = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     alone = [hf(input_ids=torch.from_numpy(one)[None], use_cache=False).logits[0, :-1] for one in ids]
     cross_entropy(torch.cat(alone), row.targets_N, reduction="sum").backward()
-    torch.testing.assert_close(logits_NV, torch.cat(alone), atol=1e-5 * float(logits_NV.abs().max()), rtol=1e-3)
+    torch.testing.assert_close(logits_NV, torch.cat(alone), atol=1e-4 * float(logits_NV.abs().max()), rtol=1e-3)
     expected = {name.replace("language_model.", ""): weight for name, weight in hf.named_parameters()}
     for name, ours in model.hf.named_parameters():  # without parts for images
         theirs = expected[name.replace("language_model.", "")]
