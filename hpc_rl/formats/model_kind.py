@@ -128,16 +128,19 @@ def refuse_quantised(
         )
 
 
-def refuse_transformers_4(key: str, path: str, settings: Mapping[str, Any], version: str) -> None:
+def refuse_transformers_4(
+    key: str, path: str, settings: Mapping[str, Any], version: str, packing: bool = True
+) -> None:
     """Raise UserError if transformers 4 is installed, and cannot compute a model in packed rows, or computes another.
 
     Args:
         key: the option that names `path`, for the error.
         settings: of the model, as in its config.json.
         version: of transformers; empty if it is not known.
+        packing: trainer.packing.
     """
     settings, problem = text_settings(settings), ""
-    if settings.get("model_type") in ("bamba", "falcon_h1", "granitemoehybrid", "jamba"):
+    if packing and settings.get("model_type") in ("bamba", "falcon_h1", "granitemoehybrid", "jamba"):
         problem = f"gives attention a mask of its own in models of type {settings['model_type']}"
     elif settings.get("rope_parameters"):
         problem = "does not read the rotary embedding that transformers 5 has saved (rope_parameters in config.json)"
