@@ -128,9 +128,7 @@ def refuse_quantised(
         )
 
 
-def refuse_transformers_4(
-    key: str, path: str, settings: Mapping[str, Any], version: str, packing: bool = True
-) -> None:
+def refuse_transformers_4(key: str, path: str, settings: Mapping[str, Any], version: str, packing: bool = True) -> None:
     """Raise UserError if transformers 4 is installed, and cannot compute a model in packed rows, or computes another.
 
     Args:

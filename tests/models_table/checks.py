@@ -285,7 +285,7 @@ def check_vllm(row: Row) -> str:
 def check_plan(row: Row) -> str:
     """Compare the planned memory of a GPU with what a simulated one traces, in a step of SFT."""
     try:
-        found = compared_with_plan(row.kind)
+        found = compared_with_plan(row.kind, row.packing)
     except RuntimeError as error:  # of the other process
         raise NotTriedError("the simulation of a GPU fails") from error
     for what, (planned, traced) in found.items():

@@ -23,8 +23,8 @@ from hpc_rl.training.models import causal_lm as models
 from hpc_rl.training.models import mixers as models_mixers
 from hpc_rl.training.models.attention.packed_batch import pack_samples
 from hpc_rl.training.models.causal_lm import CausalLM, causal_lm, count_flops
-from hpc_rl.training.models.loading import load_sharded
 from hpc_rl.training.models.compute_weights import ComputeWeights
+from hpc_rl.training.models.loading import load_sharded
 from hpc_rl.training.models.lora import is_adapter
 from hpc_rl.training.models.mixers import PerSample
 from hpc_rl.training.models.stored_form import StoredForm
