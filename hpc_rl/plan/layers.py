@@ -232,7 +232,7 @@ class LayerReader:
                 own["sinks"] = 1
         listed = found.get("per_layer_config") or {}
         for number, values in listed.items() if isinstance(listed, Mapping) else enumerate(listed):
-            if str(number) == str(index) and isinstance(values, Mapping):
+            if str(number).isdigit() and int(number) == index and isinstance(values, Mapping):
                 own |= {name: value for name, value in values.items() if isinstance(value, int)}
         for name in ("num_attention_heads_per_layer", "intermediate_size"):
             if isinstance(listed := found.get(name), list) and index < len(listed):
