@@ -128,23 +128,23 @@ def refuse_quantised(
         )
 
 
-def refuse_transformers_4(key: str, path: str, settings: Mapping[str, Any], version: str) -> None:
+def refuse_transformers_4(key: str, path: str, settings: Mapping[str, Any], version: str, packing: bool = True) -> None:
     """Raise UserError if transformers 4 is installed, and cannot compute a model in packed rows, or computes another.
 
     Args:
         key: the option that names `path`, for the error.
         settings: of the model, as in its config.json.
         version: of transformers; empty if it is not known.
+        packing: trainer.packing.
     """
-    settings, problem = text_settings(settings), ""
-    if settings.get("model_type") in ("bamba", "falcon_h1", "granitemoehybrid", "jamba"):
+    settings, problem, remedy = text_settings(settings), "", "install transformers 5"
+    if packing and settings.get("model_type") in ("bamba", "falcon_h1", "granitemoehybrid", "jamba"):
         problem = f"gives attention a mask of its own in models of type {settings['model_type']}"
+        remedy += " or use trainer.packing=false"
     elif settings.get("rope_parameters"):
         problem = "does not read the rotary embedding that transformers 5 has saved (rope_parameters in config.json)"
     if problem and version.startswith("4."):
-        raise UserError(
-            f"{key} {path} cannot be trained with transformers {version}, which {problem}: install transformers 5"
-        )
+        raise UserError(f"{key} {path} cannot be trained with transformers {version}, which {problem}: {remedy}")
 
 
 def refuse_other_frequencies(key: str, path: str, settings: Mapping[str, Any], engine: str, room: int) -> None:

@@ -127,7 +127,7 @@ class ShardedModel:
         rank. torch rounds page-locked memory up to a power of two."""
         if not (self.trained and self.inputs_on_host):
             return 0, 0
-        return 1 << (COMPUTE * tokens * self.shape.hidden - 1).bit_length(), len(self._recomputed)
+        return 1 << (COMPUTE * tokens * self._input - 1).bit_length(), len(self._recomputed)
 
     def forward(self, tokens: int) -> Parts:
         """Return the peak of a pass without gradients over so many tokens."""
@@ -203,13 +203,20 @@ class ShardedModel:
             found[id(layer), number in self._recomputed] = number
         yield from found.values()
 
+    @property
+    def _input(self) -> int:
+        """The numbers of a token between layers."""
+        return self.shape.streams or self.shape.hidden
+
     def _saved(self, tokens: int, layers: int) -> float:
-        """Return the activations that so many of the first layers keep for the backward pass."""
+        """Return the activations that so many of the first layers, and what is before and after all, keep for the
+        backward pass."""
         again = sum(number < layers for number in self._recomputed)
         on_gpu = min(again, 2) if self.inputs_on_host else again
         kept = {id(layer): self._kept(layer, tokens) for layer, _ in self.shape.kinds}
         whole = (kept[id(layer)] for number, layer in enumerate(self.shape.layers[:layers]) if not self._again(number))
-        return on_gpu * COMPUTE * tokens * self.shape.hidden + sum(whole)
+        outside = 4 * self.shape.streams + 5 * self.shape.layer_inputs
+        return COMPUTE * tokens * (on_gpu * self._input + outside) + sum(whole)
 
     def _again(self, number: int) -> bool:
         return number in self._recomputed
@@ -224,8 +231,8 @@ class ShardedModel:
         return COMPUTE * tokens * numbers + sums + self._mixed(layer, tokens)
 
     def _mixed(self, layer: LayerShape, tokens: int) -> float:
-        """Return what attention and a mixer keep."""
-        numbers = sum(self._attention(one) for one in layer.attentions)
+        """Return what attention, a mixer and streams keep."""
+        numbers = 8 * self.shape.streams + sum(self._attention(one) for one in layer.attentions)
         return COMPUTE * tokens * numbers + (layer.mixer.kept * tokens if layer.mixer else 0)
 
     def _routed(self, layer: LayerShape) -> int:
@@ -279,7 +286,8 @@ class ShardedModel:
             "gradients of the head": COMPUTE * shape.embedding if trains_head else 0,
             "saved activations": self._saved(tokens, number + 1),
         }
-        numbers = (8 if again else 4) * layer.working_inner + (10 if again else 5) * shape.hidden
+        numbers = (8 if again else 4) * layer.working_inner + (10 if again else 5) * shape.hidden + 2 * shape.streams
+        numbers += 4 * max(0, layer.norms - 2) * shape.hidden if again else 0
         numbers += (6 if again else 4) * self._routed(layer)
         yield beside | {"activations": COMPUTE * tokens * numbers + mixed}
         numbers = (6 if again else 3) * shape.hidden

@@ -206,7 +206,7 @@ class LayerReader:
 
     def _layer(self, index: int, known: dict[Any, LayerShape]) -> LayerShape:
         kind, family = self.kinds[index], self.family
-        sparse = bool(self.size("num_experts") and self._is_sparse(index))
+        sparse = bool(self.size("num_experts") and self._is_sparse(index)) and self.found.get("enable_moe_block", True)
         if family.is_single:
             sparse = kind == "sparse"
         own = self._overrides(index, kind)
@@ -230,8 +230,9 @@ class LayerReader:
             if found["model_type"] == "mimo_v2_flash":
                 own.setdefault("num_key_value_heads", 2 * self.size("num_key_value_heads"))
                 own["sinks"] = 1
-        for number, values in (found.get("per_layer_config") or {}).items():
-            if str(number).isdigit() and int(number) == index:
+        listed = found.get("per_layer_config") or {}
+        for number, values in listed.items() if isinstance(listed, Mapping) else enumerate(listed):
+            if str(number).isdigit() and int(number) == index and isinstance(values, Mapping):
                 own |= {name: value for name, value in values.items() if isinstance(value, int)}
         for name in ("num_attention_heads_per_layer", "intermediate_size"):
             if isinstance(listed := found.get(name), list) and index < len(listed):

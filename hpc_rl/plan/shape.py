@@ -36,6 +36,10 @@ class Shape:
     """Parameters that are neither in a layer nor in embedding and LM head: the last norm, further embeddings."""
     outside_active: int = 0
     """Those of them that a token's matrix products use."""
+    layer_inputs: int = 0
+    """Numbers of a token that are added to all layers (Gemma 3n and 4)."""
+    streams: int = 0
+    """Numbers of a token in the streams between layers (Gemma 3n); 0 if it has one hidden state."""
     has_scores: bool = False
     """Whether attention has soft-capped scores, sinks, dropout, or values of another size than keys, so that training
     holds the scores of a block of queries."""
@@ -128,6 +132,8 @@ def shape_of(config: Mapping[str, Any], name: str) -> Shape:
         tied=bool(found.get("tie_word_embeddings", False)),
         outside=outside,
         outside_active=active,
+        layer_inputs=reader.count * reader.size("hidden_size_per_layer_input"),
+        streams=reader.size("altup_num_inputs", 4) * hidden if reader.size("laurel_rank") else 0,
         has_scores=bool(family.is_scored or found.get("attention_dropout")) or _has_other_values(layers),
         has_cap=bool(found.get("capped")),
         notes=() if kind in FAMILIES else (f"{name} is of type {kind or 'unknown'}, which is counted like Llama",),

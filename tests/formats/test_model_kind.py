@@ -119,3 +119,5 @@ def test_transformers_4_reads_some_models_wrongly(settings: dict[str, Any], prob
         refuse_transformers_4("model.path", "/m", settings, version)
     with pytest.raises(UserError, match=f"with transformers 4.57.0, which {problem}") if problem else nullcontext():
         refuse_transformers_4("model.path", "/m", settings, "4.57.0")
+    if "mask" in (problem or ""):
+        refuse_transformers_4("model.path", "/m", settings, "4.57.0", packing=False)

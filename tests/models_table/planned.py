@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 from unittest import mock
 
@@ -28,6 +29,12 @@ _WIDTHS = {
 JOB = Job(ranks=1, gpus_per_node=1, micro_tokens=8192, length=1024, options=("data.train_batch_size=4096",))
 
 
+def job_of(kind: str, options: Sequence[str]) -> Job:
+    """Return the job of a family. The code of Jamba computes one token after the other, and that of MiniMax 8."""
+    job = replace(JOB, options=(*JOB.options, *options))
+    return replace(job, micro_tokens=512, length=256) if kind in ("jamba", "minimax") else job
+
+
 def wider(settings: Mapping[str, Any]) -> dict[str, Any]:
     """Return the settings of a model with more and wider parts, and a larger vocabulary."""
     found: dict[str, Any] = {}
@@ -44,26 +51,31 @@ def wider(settings: Mapping[str, Any]) -> dict[str, Any]:
     return found | {name: size for name, size in large.items() if name in found}
 
 
-def compared_with_plan(kind: str) -> dict[str, tuple[float, float]]:
-    """Return what is planned and traced, in bytes: of weights and moments, and at the peak of a step of SFT."""
+def compared_with_plan(kind: str, options: Sequence[str]) -> dict[str, tuple[float, float]]:
+    """Return what is planned and traced, in bytes: of weights and moments, and at the peak of a step of SFT.
+
+    Args:
+        options: further options of the job.
+    """
     from transformers import AutoConfig
 
     settings = wider(settings_of(kind))
     as_json = AutoConfig.for_model(kind, **settings).to_dict()
-    config: Any = config_of(JOB, "sft")
+    job = job_of(kind, options)
+    config: Any = config_of(job, "sft")
     assert isinstance(config, Section)
     planned = {phase.name: phase.peak for phase in phases(config, {"/model": shape_of(as_json, kind)}, GPU_BYTES)}
-    traced = simulate(_traced, kind, settings)
+    traced = simulate(_traced, kind, settings, job)
     return {
         "weights and moments": (planned["load"], traced["load"].live),
         "step": (planned["update"], traced["update"].peak),
     }
 
 
-def _traced(kind: str, settings: dict[str, Any]) -> dict[str, Phase]:
+def _traced(kind: str, settings: dict[str, Any], job: Job) -> dict[str, Phase]:
     """Trace a step of SFT. Called in the process that simulates a GPU."""
     from transformers import AutoConfig
 
     model = untrained(AutoConfig.for_model(kind, **settings))
     with mock.patch.object(scenarios, "loading_without_files", lambda *_: model):
-        return sft_step(JOB)
+        return sft_step(job)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -10,7 +11,8 @@ from transformers import CONFIG_MAPPING
 
 from hpc_rl.formats.model_kind import MIXERS
 from tests.marks import long
-from tests.models_table.cells import installed, read_cells, read_versions
+from tests.models_table import cells
+from tests.models_table.cells import installed, read_cells, read_versions, write_cells
 from tests.models_table.checks import COLUMNS, Row, Tools, cells_of
 from tests.models_table.page import rendered, table_of_page
 from tests.rl.rollout.vllm.test_engine import needs_vllm
@@ -53,10 +55,20 @@ def test_the_page_shows_the_cells() -> None:
     assert table_of_page() == rendered(read_cells()), "run python -m tests.models_table --only-page"
 
 
+@of_these_versions
+def test_cells_that_are_written_again_are_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    committed, copy = cells.FILE.read_text(), tmp_path / "cells.json"
+    copy.write_text(committed)
+    monkeypatch.setattr(cells, "FILE", copy)
+    write_cells(read_cells())
+    assert json.loads(copy.read_text())["cells"] == json.loads(committed)["cells"]
+    assert list(tmp_path.iterdir()) == [copy]
+
+
 def test_there_is_a_cell_for_each_check_of_each_family() -> None:
-    cells = read_cells()
-    assert list(cells) == list(FAMILIES) and len(FAMILIES) >= 32
-    assert all(list(found) == list(COLUMNS) for found in cells.values())
-    assert all(cell.note for found in cells.values() for cell in found.values() if cell.verdict != "yes")
+    committed = read_cells()
+    assert list(committed) == list(FAMILIES) and len(FAMILIES) >= 32
+    assert all(list(found) == list(COLUMNS) for found in committed.values())
+    assert all(cell.note for found in committed.values() for cell in found.values() if cell.verdict != "yes")
     tried = {kind.removesuffix("_text") for kind in FAMILIES}
     assert {kind.removesuffix("_text") for kind in MIXERS if kind in CONFIG_MAPPING} <= tried

@@ -195,13 +195,23 @@ def test_odd_values_count_as_missing(odd: dict[str, Any]) -> None:
         ({"model_type": "new", "d_model": 768}, "m: its config.json has no hidden_size and no num_hidden_layers"),
         ({**SIZES, "hidden_size": "256"}, "has no hidden_size, so"),
         ({**SIZES, "model_type": "jetmoe"}, "m: models of type jetmoe have experts in their attention, whose memory"),
-        ({**SIZES, "model_type": "lfm3"}, "m: models of type lfm3 have layers with a state, whose memory"),
+        *(
+            ({**SIZES, "model_type": kind}, f"m: models of type {kind} have layers with a state, whose memory")
+            for kind in ("bailing_hybrid", "lara_mini", "lfm3")
+        ),
         ({**SIZES, "model_type": "llama", "quantization_config": {"bits": 4}}, "have quantised weights"),
     ],
 )
 def test_other_models_are_refused(config: dict[str, Any], expected: str) -> None:
     with pytest.raises(UserError, match=expected):
         shape_of(config, "m")
+
+
+def test_settings_of_layers_may_be_a_list() -> None:
+    config = {**SIZES, "model_type": "llama", "num_hidden_layers": 3}
+    expected = shape_of({**config, "per_layer_config": {"1": {"intermediate_size": 64}}}, "m")
+    assert shape_of({**config, "per_layer_config": [None, {"intermediate_size": 64}, {}]}, "m") == expected
+    assert expected != shape_of(config, "m")
 
 
 def test_rows_that_ranks_can_share() -> None:

@@ -147,6 +147,7 @@ def simulated_gpus(ranks: int, gpus_per_node: int = 8, where: bool = False) -> I
             mock.patch.object(routers, "_count", lambda *_: None),
             mock.patch.object(routers.Routers, "take_metrics", lambda *_: {}),
             replaced_parts_of_torch(gpu, gpus_per_node),
+            torch.autograd.set_multithreading_enabled(False),  # another thread makes real tensors
             gpu.tensors,
             gpu,
         ):

@@ -10,7 +10,7 @@ from unittest import mock
 
 import numpy as np
 import torch
-from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.distributed import device_mesh
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp._fully_shard import _fsdp_init
@@ -38,6 +38,7 @@ def replaced_parts_of_torch(gpu: Gpu, gpus_per_node: int) -> Iterator[None]:
         replace(torch.accelerator, _accelerator(gpu, gpus_per_node))
         replace(torch.Tensor, _tensor_methods(gpu))
         replace(FakeTensor, {"tolist": _fake_tolist(gpu)})
+        replace(FakeTensorMode, {"avoid_device_init": True})  # constants move as fake tensors
         replace(torch, {"from_numpy": _faked(gpu, torch.from_numpy)})
         replace(torch.UntypedStorage, {"resize_": _counted_resize(gpu, torch.UntypedStorage.resize_)})
         replace(_fsdp_init, {"_move_states_to_device": _move_states_to_device(gpu)})

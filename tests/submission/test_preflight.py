@@ -160,6 +160,7 @@ def test_a_model_that_the_transformers_of_the_job_reads_wrongly_is_refused(
     with pytest.raises(UserError, match=r"model\.path jamba cannot be trained with transformers 4\.57\.6, which give"):
         check_ppo(model__path="jamba")
     check_ppo(model__path="jamba", slurm__modules=["python"])  # nobody knows its version
+    check_ppo(model__path="jamba", trainer__packing=False)
 
 
 def test_families_that_the_engine_cannot_load_are_refused(folder: Path, model: Path) -> None:

@@ -49,8 +49,17 @@ class PerSample(nn.Module):
     @torch.compiler.disable  # the number of samples changes with each row
     def forward(self, *inputs: Any, **named: Any) -> Any:
         """Call the mixer with the row if its kernels take boundaries, otherwise with one sample after the other."""
-        own = super().forward
         named.pop("packed_bounds", None)
+        if self.config_of_model.model_type != "minimax":
+            return self._row(inputs, named)
+        # Its decays stay in float32, which its products with weights in bfloat16 do not take.
+        hidden = tree_flatten((inputs, named))[0][0]
+        half = hidden.dtype if hidden.dtype != torch.float32 else torch.bfloat16
+        with torch.autocast(hidden.device.type, half, enabled=half == hidden.dtype):
+            return self._row(inputs, named)
+
+    def _row(self, inputs: tuple[Any, ...], named: dict[str, Any]) -> Any:
+        own = super().forward
         if self.bounds is None or len(self.bounds.lengths) == 1:
             return own(*inputs, **named)
         if self.whole_rows is None:

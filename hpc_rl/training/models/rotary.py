@@ -17,8 +17,9 @@ import torch
 from torch import nn
 
 from hpc_rl.errors import UserError
+from hpc_rl.formats.model_families import UNPACK
 from hpc_rl.formats.model_kind import unscaled_positions
-from hpc_rl.training.models.attention.packed_attention import backbone_of
+from hpc_rl.training.models.attention.packed_attention import backbone_of, is_packed
 from hpc_rl.training.models.lora import blocks_of
 
 if TYPE_CHECKING:
@@ -34,13 +35,16 @@ def follow_samples(hf: PreTrainedModel, longest: int | None = None) -> None:
         longest: the length that decides for all samples; None for the length of each.
 
     Raises:
-        UserError: the layers compute the embedding themselves, and would compute it again in the backward pass.
+        UserError: the layers compute the embedding themselves, and would compute it again in the backward pass. With
+            one sample per row, they follow it without help.
     """
     modules = [module for module in hf.modules() if _depends_on_length(module)]
     if any(module in modules for block in blocks_of(hf) for module in block.modules()):
+        if longest is None and not is_packed(hf):
+            return
         raise UserError(
             f"models of type {hf.config.model_type} compute their rotary embeddings in each layer, and these depend on "
-            "the length of a sample, which packed training does not support: use another model"
+            f"the length of a sample, which packed training does not support: {UNPACK}; or use another model"
         )
     if not modules:
         return

@@ -23,6 +23,7 @@ from hpc_rl.training.models import causal_lm as models
 from hpc_rl.training.models import mixers as models_mixers
 from hpc_rl.training.models.attention.packed_batch import pack_samples
 from hpc_rl.training.models.causal_lm import CausalLM, causal_lm, count_flops
+from hpc_rl.training.models.compute_weights import ComputeWeights
 from hpc_rl.training.models.loading import load_sharded
 from hpc_rl.training.models.lora import is_adapter
 from hpc_rl.training.models.mixers import PerSample
@@ -81,6 +82,18 @@ def test_recomputed_packed_rows_are_the_samples(tmp_path: Path, kind: str) -> No
     """The table of models compares rows that are not recomputed."""
     path = str(make_model(tmp_path, kind))
     assert_equal(step(load(path, enable_gradient_checkpointing=True)), step_alone(path))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_weights_in_bfloat16_beside_buffers_in_float32(tmp_path: Path, kind: str) -> None:
+    """As on a GPU, which computes with copies of float32 weights."""
+    path = tiny(tmp_path, kind)
+    model = load(path, enable_gradient_checkpointing=True)
+    copies = ComputeWeights(model, model.float32_modules())
+    found, expected = step(model), step_alone(path)
+    copies.leave()
+    assert (found[0] - expected[0]).norm() < 0.05 * expected[0].norm()
+    assert all(weight.grad is not None for name, weight in model.hf.named_parameters() if name in expected[1])
 
 
 def test_each_kind_has_a_row() -> None:

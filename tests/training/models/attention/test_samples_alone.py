@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from torch.nn.functional import cross_entropy
 from hpc_rl.config.training.common import ModelConfig
 from hpc_rl.errors import UserError
 from hpc_rl.training.models import causal_lm
+from hpc_rl.training.models.attention.packed_attention import is_packed
 from hpc_rl.training.models.attention.packed_batch import pack_samples
 from hpc_rl.training.models.causal_lm import load_model
 from tests.marks import since_5, unless_4
@@ -142,6 +144,15 @@ def test_models_whose_samples_would_be_others_are_refused(
     folder = make_model(tmp_path, kind, **settings)
     with pytest.raises(UserError, match=reason):
         list(packed_results(load_model(ModelConfig(path=str(folder))), samples_of([3])))
+
+
+@since_5
+def test_frequencies_in_each_layer_need_one_sample_per_row(tmp_path: Path) -> None:
+    for hf in model_of(tmp_path, "phi3"):
+        hf = getattr(hf, "hf", hf)
+        hf.model.layers[0].rotary_emb = hf.model.rotary_emb
+        with nullcontext() if not is_packed(hf) else pytest.raises(UserError, match=r"use trainer\.packing=false"):
+            causal_lm.follow_samples(hf)
 
 
 @since_5
