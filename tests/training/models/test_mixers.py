@@ -87,7 +87,7 @@ def test_recomputed_packed_rows_are_the_samples(tmp_path: Path, kind: str) -> No
 @pytest.mark.parametrize("kind", KINDS)
 def test_weights_in_bfloat16_beside_buffers_in_float32(tmp_path: Path, kind: str) -> None:
     """As on a GPU, which computes with copies of float32 weights."""
-    path = tiny(tmp_path, kind)
+    path = str(make_model(tmp_path, kind))
     model = load(path, enable_gradient_checkpointing=True)
     copies = ComputeWeights(model, model.float32_modules())
     found, expected = step(model), step_alone(path)
