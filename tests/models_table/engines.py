@@ -39,8 +39,11 @@ ERRORS = (
 
 
 REASONS = {
-    "failed to be inspected": "the engine did not start: model architectures failed to be inspected",
-    "validation error for VllmConfig": "the engine did not start: validation error for VllmConfig",
+    "selective_scan_fwd": "vLLM's CPU build has no kernel for layers of Mamba 1",
+    "set_allocator": "vLLM computes its layers with a state by Triton, which its CPU build does not have",
+    "is_act_and_mul=False": "vLLM's CPU build has no experts whose activation has no gate",
+    "'cutlass'": "vLLM computes its layers with a state by kernels for GPUs only",
+    "does not dispatch through": "vLLM has no code for its layers with a state; refused with rollout.name=vllm",
 }
 """Pattern of an error -> what is wrong."""
 
