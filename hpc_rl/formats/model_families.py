@@ -186,9 +186,8 @@ def refuse_unserved(key: str, path: str, settings: Mapping[str, Any], engine: st
     for found in _UNSERVED.get(engine, ()):
         gate_first = settings.get("mamba_rms_norm") and settings.get("mamba_norm_before_gate", True)
         if kind in found.families and (kind != "falcon_h1" or gate_first):
-            raise UserError(
-                f"rollout.name={engine} cannot compute {key} {path}: models of type {kind} {found.reason}: {found.remedy}"
-            )
+            what = f"rollout.name={engine} cannot compute {key} {path}"
+            raise UserError(f"{what}: models of type {kind} {found.reason}: {found.remedy}")
 
 
 def _of_settings(family: str, settings: Mapping[str, Any]) -> Iterator[FamilyRefusal]:

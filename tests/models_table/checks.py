@@ -24,7 +24,7 @@ from hpc_rl.config.training.common import ModelConfig, TrainingConfig
 from hpc_rl.errors import UserError
 from hpc_rl.finetune import trainer
 from hpc_rl.finetune.train import parse
-from hpc_rl.formats.model_families import refuse_family
+from hpc_rl.formats.model_families import refuse_family, refuse_unserved
 from hpc_rl.rl.weights.base import WeightSource
 from hpc_rl.training.models.causal_lm import CausalLM, causal_lm, load_model
 from hpc_rl.training.models.loading import load_sharded
@@ -279,6 +279,7 @@ def check_vllm(row: Row) -> str:
     """Load the exported model with vLLM, then send it other weights; compare log-probabilities with transformers."""
     if find_spec("vllm") is None:
         raise NotTriedError("vLLM is not installed")
+    refuse_unserved("model.path", "", config_json(row.path), "vllm")
     model, sent = row.trained.folder / "model", row.folder / "sent.pt"
     dtype = "bfloat16" if row.kind in ROUNDED else "float32"
     hf = load_model(ModelConfig(path=str(row.path))).hf

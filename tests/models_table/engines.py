@@ -43,7 +43,6 @@ REASONS = {
     "set_allocator": "vLLM computes its layers with a state by Triton, which its CPU build does not have",
     "is_act_and_mul=False": "vLLM's CPU build has no experts whose activation has no gate",
     "'cutlass'": "vLLM computes its layers with a state by kernels for GPUs only",
-    "does not dispatch through": "vLLM has no code for its layers with a state; refused with rollout.name=vllm",
 }
 """Pattern of an error -> what is wrong."""
 

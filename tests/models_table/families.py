@@ -36,7 +36,8 @@ LONGROPE = {
 }
 MAMBA2 = {"mamba_n_heads": 8, "mamba_d_head": 32, "mamba_d_state": 16, "mamba_chunk_size": 8}
 DELTA = {
-    **{"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 128, "linear_value_head_dim": 128},
+    **{"linear_num_key_heads": 2, "linear_num_value_heads": 4},
+    **{"linear_key_head_dim": 128, "linear_value_head_dim": 128},
     "layer_types": ["linear_attention", "linear_attention", "full_attention"],
 }
 SHARED = {"shared_expert_intermediate_size": 64}
