@@ -282,7 +282,7 @@ def check_vllm(row: Row) -> str:
     refuse_unserved("model.path", "", config_json(row.path), "vllm")
     model, sent = row.trained.folder / "model", row.folder / "sent.pt"
     dtype = "bfloat16" if row.kind in ROUNDED else "float32"
-    hf = load_model(ModelConfig(path=str(row.path))).hf
+    hf = load_model(ModelConfig(path=str(row.path)), packing=not row.only_unpacked).hf
     source = WeightSource(hf, getattr(torch, dtype), stored=StoredForm(hf))
     torch.save([(name, weight.detach().clone()) for name, weight in source], sent)
     found = row.tools.engines.try_model(model, sent, row.folder, dtype)

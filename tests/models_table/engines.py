@@ -42,6 +42,7 @@ REASONS = {
     "selective_scan_fwd": "vLLM's CPU build has no kernel for layers of Mamba 1",
     "set_allocator": "vLLM computes its layers with a state by Triton, which its CPU build does not have",
     "is_act_and_mul=False": "vLLM's CPU build has no experts whose activation has no gate",
+    "too many values to unpack": "vLLM has no code for the class that transformers writes (PhimoeForCausalLM)",
     "'cutlass'": "vLLM computes its layers with a state by kernels for GPUs only",
 }
 """Pattern of an error -> what is wrong."""
@@ -97,7 +98,7 @@ def responses(model: str, sent: str, dtype: str) -> dict[str, Any]:
     from hpc_rl.rl.rollout.vllm import engine as vllm_engine
 
     vllm_engine.LOCAL_BUCKET_BYTES = 20_000  # so that the weights of a layer arrive in several calls
-    rollout = RolloutConfig.model_validate({"max_num_seqs": 4, "dtype": dtype})
+    rollout = RolloutConfig.model_validate({"max_num_seqs": 64, "dtype": dtype})
     engine = vllm_engine.VllmEngine(ModelConfig(path=model), rollout, (), ROOM, 0, Placement("cpu"))
     found = []
     for number in range(3):
