@@ -40,6 +40,7 @@ ERRORS = (
 
 REASONS = {
     "selective_scan_fwd": "vLLM's CPU build has no kernel for layers of Mamba 1",
+    'scoring_func == "softmax"': "vLLM's CPU build has no selection of experts by sigmoid without groups",
     "set_allocator": "vLLM computes its layers with a state by Triton, which its CPU build does not have",
     "is_act_and_mul=False": "vLLM's CPU build has no experts whose activation has no gate",
     "too many values to unpack": "vLLM has no code for the class that transformers writes (PhimoeForCausalLM)",
@@ -118,7 +119,8 @@ def _try(model: str, sent: str, folder: str, dtype: str) -> None:
         found = responses(model, sent, dtype)
     except ERRORS as error:
         traceback.print_exc()
-        found = {"error": f"{type(error).__name__}: {error}"}
+        what = str(error) or traceback.extract_tb(error.__traceback__)[-1].line
+        found = {"error": f"{type(error).__name__}: {what}"}
     Path(folder, RESULT).write_text(json.dumps(found))
 
 

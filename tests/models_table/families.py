@@ -26,6 +26,10 @@ SMALL = {
 TWO_WINDOWS = {"layer_types": ["sliding_attention", "sliding_attention", "full_attention"], "sliding_window": 6}
 LATENT = {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_nope_head_dim": 32, "v_head_dim": 32}
 LATENT |= {"num_key_value_heads": 4}
+YARN = {
+    **{"rope_type": "yarn", "rope_theta": 10000.0, "factor": 8.0, "original_max_position_embeddings": 64},
+    **{"beta_fast": 32, "beta_slow": 1, "mscale": 0.707, "mscale_all_dim": 0.707},
+}
 NOAUX = {"topk_method": "noaux_tc", "scoring_func": "sigmoid"}
 LONGROPE = {
     "rope_type": "longrope",
@@ -112,8 +116,22 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "smollm3": {"tie_word_embeddings": True, "no_rope_layers": [1, 1, 0]},
     "glm4": {"partial_rotary_factor": 0.5},
     "glm4_moe": {"head_dim": 32, "n_shared_experts": 1, "routed_scaling_factor": 1.5, "use_qk_norm": True},
-    "deepseek_v2": {**LATENT, "q_lora_rank": None, "n_shared_experts": 1, "head_dim": 64, "topk_method": "greedy"},
-    "deepseek_v3": {**LATENT, "q_lora_rank": 48, "n_shared_experts": 1, "head_dim": 64, **NOAUX},
+    "deepseek_v2": {
+        **LATENT,
+        "rope_parameters": YARN,
+        "q_lora_rank": None,
+        "n_shared_experts": 1,
+        "head_dim": 64,
+        "topk_method": "greedy",
+    },
+    "deepseek_v3": {
+        **LATENT,
+        "rope_parameters": YARN,
+        "q_lora_rank": 48,
+        "n_shared_experts": 1,
+        "head_dim": 64,
+        **NOAUX,
+    },
     "ernie4_5": {"tie_word_embeddings": True},
     "exaone4": TWO_WINDOWS,
     "hunyuan_v1_dense": {"tie_word_embeddings": True},
