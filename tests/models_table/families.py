@@ -30,7 +30,7 @@ YARN = {
     **{"rope_type": "yarn", "rope_theta": 10000.0, "factor": 8.0, "original_max_position_embeddings": 64},
     **{"beta_fast": 32, "beta_slow": 1, "mscale": 0.707, "mscale_all_dim": 0.707},
 }
-NOAUX = {"topk_method": "noaux_tc", "scoring_func": "sigmoid"}
+DEEPSEEK = {**LATENT, "rope_parameters": YARN, "n_shared_experts": 1, "head_dim": 64}
 LONGROPE = {
     "rope_type": "longrope",
     "rope_theta": 10000.0,
@@ -116,22 +116,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "smollm3": {"tie_word_embeddings": True, "no_rope_layers": [1, 1, 0]},
     "glm4": {"partial_rotary_factor": 0.5},
     "glm4_moe": {"head_dim": 32, "n_shared_experts": 1, "routed_scaling_factor": 1.5, "use_qk_norm": True},
-    "deepseek_v2": {
-        **LATENT,
-        "rope_parameters": YARN,
-        "q_lora_rank": None,
-        "n_shared_experts": 1,
-        "head_dim": 64,
-        "topk_method": "greedy",
-    },
-    "deepseek_v3": {
-        **LATENT,
-        "rope_parameters": YARN,
-        "q_lora_rank": 48,
-        "n_shared_experts": 1,
-        "head_dim": 64,
-        **NOAUX,
-    },
+    "deepseek_v2": {**DEEPSEEK, "q_lora_rank": None, "topk_method": "greedy"},
+    "deepseek_v3": {**DEEPSEEK, "q_lora_rank": 48, "topk_method": "noaux_tc", "scoring_func": "sigmoid"},
     "ernie4_5": {"tie_word_embeddings": True},
     "exaone4": TWO_WINDOWS,
     "hunyuan_v1_dense": {"tie_word_embeddings": True},
