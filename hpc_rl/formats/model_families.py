@@ -120,13 +120,25 @@ REFUSALS = {
 """The reasons for which whole families are refused; docs/models.md has a row for each."""
 
 _UNSERVED = {
-    "vllm": FamilyRefusal(
-        "have layers with a state for which the admitted versions of vLLM have no code",
-        "set rollout.name=hf, or use falcon_h1, granitemoehybrid, nemotron_h or qwen3_next",
-        _types("bamba minimax"),
+    "vllm": (
+        FamilyRefusal(
+            "have layers with a state for which the admitted versions of vLLM have no code",
+            "set rollout.name=hf, or use falcon_h1, granitemoehybrid, nemotron_h or qwen3_next",
+            _types("bamba minimax"),
+        ),
+        FamilyRefusal(
+            "normalise states before their gate (mamba_norm_before_gate), and vLLM would do so after it",
+            "set rollout.name=hf, or use a model with mamba_norm_before_gate=false, as the published ones have",
+            _types("falcon_h1"),
+        ),
+        FamilyRefusal(
+            "have embeddings of each layer, which vLLM leaves out if there are no images",
+            "set rollout.name=hf, or use gemma3_text or gemma4_text",
+            _types("gemma3n_text"),
+        ),
     )
 }
-"""rollout.name -> families that training computes, and that this engine cannot load."""
+"""rollout.name -> families that training computes, and that this engine cannot load or computes differently."""
 _CAPPED = (
     *("beam", "gemma2", "gemma3_text", "gemma3n_text", "gemma4_text", "gemma4_unified_text", "nanochat"),
     "vaultgemma",
@@ -162,18 +174,20 @@ def refuse_family(
 
 
 def refuse_unserved(key: str, path: str, settings: Mapping[str, Any], engine: str) -> None:
-    """Raise UserError if a rollout engine cannot load models of this family.
+    """Raise UserError if a rollout engine cannot compute models of this family.
 
     Args:
         key: the option that names `path`, for the error.
         settings: of the model, as in its config.json.
         engine: rollout.name.
     """
-    found, kind = _UNSERVED.get(engine), text_settings(settings).get("model_type")
-    if found is not None and kind in found.families:
-        raise UserError(
-            f"rollout.name={engine} cannot load {key} {path}: models of type {kind} {found.reason}: {found.remedy}"
-        )
+    settings = text_settings(settings)
+    kind = settings.get("model_type")
+    for found in _UNSERVED.get(engine, ()):
+        gate_first = settings.get("mamba_rms_norm") and settings.get("mamba_norm_before_gate", True)
+        if kind in found.families and (kind != "falcon_h1" or gate_first):
+            what = f"rollout.name={engine} cannot compute {key} {path}"
+            raise UserError(f"{what}: models of type {kind} {found.reason}: {found.remedy}")
 
 
 def _of_settings(family: str, settings: Mapping[str, Any]) -> Iterator[FamilyRefusal]:

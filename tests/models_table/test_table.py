@@ -21,6 +21,8 @@ from tests.small_models.families import FAMILIES
 OFTEN = ("gemma2", "deepseek_v3", "granitemoehybrid", "qwen3_5")
 """Families that have windows, capped logits and scores, latent attention, experts, scaled logits, two kinds of layers
 with a state, tied weights, and parts for images."""
+OFTEN_IN_VLLM = ("gpt_oss", "granitemoehybrid")
+"""Families with weights that vLLM writes itself, and with layers that have a state."""
 FAST = [name for name in COLUMNS if name != "vllm"]
 of_these_versions = pytest.mark.skipif(
     installed("transformers").rpartition(".")[0] != read_versions()["transformers"].rpartition(".")[0],
@@ -44,8 +46,8 @@ def test_a_family(tmp_path: Path, tools: Tools, kind: str) -> None:
 
 @of_these_versions
 @needs_vllm
-@pytest.mark.long
-@pytest.mark.parametrize("kind", FAMILIES)
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", [kind if kind in OFTEN_IN_VLLM else long(kind) for kind in FAMILIES])
 def test_a_family_in_vllm(tmp_path: Path, tools: Tools, kind: str) -> None:
     committed = read_cells()[kind]
     assert cells_of(Row(kind, tmp_path, tools), ["vllm"], committed) == {"vllm": committed["vllm"]}

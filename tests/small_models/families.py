@@ -31,8 +31,13 @@ SMALL = {
 }
 """Sizes, of which a family receives those that its configuration has."""
 TWO_WINDOWS = {"layer_types": ["sliding_attention", "sliding_attention", "full_attention"], "sliding_window": 6}
-LATENT = {"kv_lora_rank": 32, "qk_rope_head_dim": 32, "qk_nope_head_dim": 32, "v_head_dim": 32}
+LATENT = {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_nope_head_dim": 32, "v_head_dim": 32}
 LATENT |= {"num_key_value_heads": 4}
+YARN = {
+    **{"rope_type": "yarn", "rope_theta": 10000.0, "factor": 8.0, "original_max_position_embeddings": 64},
+    **{"beta_fast": 32, "beta_slow": 1, "mscale": 0.707, "mscale_all_dim": 0.707},
+}
+DEEPSEEK = {**LATENT, "rope_parameters": YARN, "n_shared_experts": 1, "head_dim": 64}
 LONGROPE = {
     "rope_type": "longrope",
     "rope_theta": 10000.0,
@@ -42,7 +47,8 @@ LONGROPE = {
 }
 MAMBA2 = {"mamba_n_heads": 8, "mamba_d_head": 32, "mamba_d_state": 16, "mamba_chunk_size": 8}
 DELTA = {
-    **{"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 32, "linear_value_head_dim": 32},
+    **{"linear_num_key_heads": 2, "linear_num_value_heads": 4},
+    **{"linear_key_head_dim": 128, "linear_value_head_dim": 128},
     "layer_types": ["linear_attention", "linear_attention", "full_attention"],
 }
 SHARED = {"shared_expert_intermediate_size": 64}
@@ -85,7 +91,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
         **{"layer_types": ["sliding_attention", "full_attention"] * 2, "sliding_window": 6},
         **{"activation_sparsity_pattern": [0.95, 0.0, 0.0, 0.0], "intermediate_size": [192] * 4},
     },
-    "gemma4_text": {"tie_word_embeddings": True, **TWO_WINDOWS, "global_head_dim": 64},
+    "gemma4_text": {"tie_word_embeddings": True, **TWO_WINDOWS, "global_head_dim": 64, "num_experts": None},
     "gemma4": {},
     "phi3": {"rope_parameters": LONGROPE, "original_max_position_embeddings": 64, "sliding_window": 20},
     "phimoe": {"rope_parameters": {**LONGROPE, "short_mscale": 1.1, "long_mscale": 1.3}},
@@ -103,9 +109,9 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "cohere2": {"tie_word_embeddings": True, "logit_scale": 0.25, **TWO_WINDOWS},
     "smollm3": {"tie_word_embeddings": True, "no_rope_layers": [1, 1, 0]},
     "glm4": {"partial_rotary_factor": 0.5},
-    "glm4_moe": {"n_shared_experts": 1, "routed_scaling_factor": 1.5, "use_qk_norm": True},
-    "deepseek_v2": {**LATENT, "q_lora_rank": None, "n_shared_experts": 1, "head_dim": 32, "topk_method": "greedy"},
-    "deepseek_v3": {**LATENT, "q_lora_rank": 48, "n_shared_experts": 1, "head_dim": 32},
+    "glm4_moe": {"head_dim": 32, "n_shared_experts": 1, "routed_scaling_factor": 1.5, "use_qk_norm": True},
+    "deepseek_v2": {**DEEPSEEK, "q_lora_rank": None, "topk_method": "greedy"},
+    "deepseek_v3": {**DEEPSEEK, "q_lora_rank": 48, "topk_method": "noaux_tc", "scoring_func": "sigmoid"},
     "ernie4_5": {"tie_word_embeddings": True},
     "exaone4": TWO_WINDOWS,
     "hunyuan_v1_dense": {"tie_word_embeddings": True},
@@ -113,8 +119,11 @@ FAMILIES: dict[str, dict[str, Any]] = {
         **{"layer_types": ["linear_attention", "full_attention", "linear_attention"], "block_size": 8},
         "linear_attn_alpha_factor": 1.5,
     },
-    "minimax_m2": {"rotary_dim": 16, "intermediate_size": 64},
-    "lfm2": {"tie_word_embeddings": True, "layer_types": ["conv", "full_attention", "conv"], "conv_L_cache": 3},
+    "minimax_m2": {"rotary_dim": 16, "intermediate_size": 64, "scoring_func": "sigmoid", "use_routing_bias": True},
+    "lfm2": {
+        **{"tie_word_embeddings": True, "layer_types": ["conv", "full_attention", "conv"], "conv_L_cache": 3},
+        **{"block_dim": 128, "conv_dim": 128, "conv_dim_out": 128},
+    },
     "lfm2_moe": {
         **{"tie_word_embeddings": True, "layer_types": ["conv", "full_attention", "conv"]},
         **{"conv_L_cache": 3, "num_dense_layers": 1},
@@ -130,7 +139,14 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "moe_shared_expert_intermediate_size": 64,
     },
     "falcon_h1": {
-        **{**MAMBA2, "mamba_d_ssm": 256, "mamba_rms_norm": True, "ssm_in_multiplier": 0.5, "lm_head_multiplier": 2.0},
+        **{
+            **MAMBA2,
+            "mamba_d_ssm": 256,
+            "mamba_rms_norm": True,
+            "mamba_norm_before_gate": False,
+            "ssm_in_multiplier": 0.5,
+            "lm_head_multiplier": 2.0,
+        },
     },
     "bamba": {**MAMBA2, "attn_layer_indices": [1]},
     "jamba": {
@@ -143,7 +159,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     },
     "mistral3": {"text_config": {"sliding_window": None}},
     "llama4_text": {
-        **{"layer_types": ["chunked_attention", "chunked_attention", "full_attention"], "attention_chunk_size": 16},
+        **{"layer_types": ["chunked_attention", "chunked_attention", "full_attention"], "attention_chunk_size": 128},
         **{"no_rope_layers": [1, 1, 0], "intermediate_size_mlp": 192, "num_experts_per_tok": 1},
     },
     "seed_oss": {},

@@ -163,17 +163,22 @@ def test_a_model_that_the_transformers_of_the_job_reads_wrongly_is_refused(
     check_ppo(model__path="jamba", trainer__packing=False)
 
 
-def test_families_that_the_engine_cannot_load_are_refused(folder: Path, model: Path) -> None:
-    for kind in ("bamba", "mamba"):
+def test_families_that_the_engine_cannot_compute_are_refused(folder: Path, model: Path) -> None:
+    settings = json.loads((model / "config.json").read_text())
+    own = {"bamba": {}, "mamba": {}, "falcon_h1": {"mamba_rms_norm": True}}
+    for kind, more in {**own, "gated": {**own["falcon_h1"], "mamba_norm_before_gate": False}}.items():
         shutil.copytree(model, folder / kind)
-        settings = json.loads((model / "config.json").read_text())
-        (folder / kind / "config.json").write_text(json.dumps({**settings, "model_type": kind}))
+        named = {"model_type": "falcon_h1" if kind == "gated" else kind}
+        (folder / kind / "config.json").write_text(json.dumps({**settings, **named, **more}))
     check_ppo(model__path="bamba")
+    check_ppo(model__path="gated", rollout__name="vllm")
+    with pytest.raises(UserError, match=r"vllm cannot compute model\.path falcon_h1: .* before their gate"):
+        check_ppo(model__path="falcon_h1", rollout__name="vllm")
     values = {"data.files": ["train.jsonl"], "data.prompt_key": "question", "trainer.device": "cpu"}
     with pytest.raises(UserError, match=r"model\.path mamba cannot be trained in packed rows: models of type mamba"):
         check_job("generate", {**values, "model.path": "mamba"})  # rollout.name=auto is hf, which is training's code
     refusal = (
-        r"rollout\.name=vllm cannot load model\.path bamba: models of type bamba have .*: set rollout\.name=hf, or"
+        r"rollout\.name=vllm cannot compute model\.path bamba: models of type bamba have .*: set rollout\.name=hf, or"
     )
     for check in (
         lambda: check_ppo(model__path="bamba", rollout__name="vllm"),

@@ -20,13 +20,24 @@ from hpc_rl.config.training.common import ModelConfig
 from hpc_rl.rl.rollout.engine import Placement
 from hpc_rl.rl.rollout.vllm.settings import engine_settings
 from hpc_rl.rl.rollout.vllm.worker import WeightUpdates
+from hpc_rl.rl.weights.base import WeightSource
 from hpc_rl.rl.weights.buckets import pack
+from hpc_rl.training.models.causal_lm import load_model
 from hpc_rl.training.models.pretrained import _UNUSED
-from tests.rl.vllm_contract.families import FAMILIES, ROOM, changed, make_family, sent
+from hpc_rl.training.models.stored_form import StoredForm
 from tests.rl.vllm_contract.stand_ins import stand_in
+from tests.small_models.families import FAMILIES, make_model
 
 stand_in()
+ROOM = 42
+"""Tokens of a prompt and its response."""
 BUCKET_BYTES = 20_000
+UNCHECKED = {
+    **dict.fromkeys(("bamba", "minimax"), "are refused"),
+    **dict.fromkeys(("olmo_hybrid", "kimi_linear"), "need Triton or cutlass"),
+    "nemotron_h": "has experts whose activation has no gate, which vLLM refuses to build for CPUs",
+}
+"""Families whose classes cannot be built here -> why."""
 
 
 class Worker(WeightUpdates):
@@ -78,7 +89,18 @@ def build(folder: Path) -> tuple[Any, nn.Module]:
     return config, model
 
 
-@pytest.mark.parametrize("kind", FAMILIES)
+def changed(folder: Path) -> list[tuple[str, torch.Tensor]]:
+    """Return what a trainer sends: other weights than those in the folder."""
+    hf = load_model(ModelConfig(path=str(folder)), ROOM, packing=False).hf
+    names = hf.state_dict().keys()
+    generator = torch.Generator().manual_seed(3)
+    for weight in (*hf.parameters(), *(buffer for name, buffer in hf.named_buffers() if name in names)):
+        weight.data.add_((torch.randn(weight.shape, generator=generator) * 0.05).to(weight.dtype))
+    found = WeightSource(hf, torch.float32, stored=StoredForm(hf))
+    return [(name, weight.detach().clone()) for name, weight in found]
+
+
+@pytest.mark.parametrize("kind", [kind for kind in FAMILIES if kind not in UNCHECKED])
 @torch.no_grad()
 def test_each_weight_arrives(tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The model is then what it would be if vLLM had read them from files, under the names of the policy's files."""
@@ -86,8 +108,8 @@ def test_each_weight_arrives(tmp_path: Path, kind: str, monkeypatch: pytest.Monk
 
     monkeypatch.setattr(layerwise, "QuantizeMethodBase", type("NoMethod", (), {}))
     monkeypatch.setattr(layerwise, "is_deferred_attention_layer", lambda _: False)
-    folder = make_family(tmp_path, kind)
-    weights = sent(changed(folder, "float32"), "float32")
+    folder = make_model(tmp_path, kind)
+    weights = changed(folder)
     files = load_file(folder / "model.safetensors")
     assert {name: weight.shape for name, weight in weights} == {
         name: weight.shape for name, weight in files.items() if not _UNUSED.search(name)

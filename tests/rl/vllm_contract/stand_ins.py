@@ -1,22 +1,22 @@
 """vLLM on CPUs whichever wheel it is from, and without packages of which only names are needed.
 
-To import Qwen3.5, vLLM imports torchvision, which these tests do not install.
+To import Qwen3.5, vLLM imports torchvision, and mistral_common for Mistral 3; these tests install neither.
 """
 
 from __future__ import annotations
 
-import importlib.util
 import sys
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
+ABSENT = ("torchvision", "mistral_common")
+
 
 def stand_in() -> None:
     """Call this before anything else imports vLLM."""
-    if importlib.util.find_spec("torchvision") is None:
-        sys.meta_path.append(_Finder())
+    sys.meta_path.append(_Finder())  # asked last
     import vllm.platforms
     from vllm.model_executor.models import registry
     from vllm.platforms.cpu import CpuPlatform
@@ -46,7 +46,7 @@ def _named(name: str) -> Any:
 
 class _Finder(MetaPathFinder, Loader):
     def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
-        return ModuleSpec(fullname, self, is_package=True) if fullname.split(".")[0] == "torchvision" else None
+        return ModuleSpec(fullname, self, is_package=True) if fullname.split(".")[0] in ABSENT else None
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:
         return _Module(spec.name)

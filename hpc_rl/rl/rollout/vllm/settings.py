@@ -15,6 +15,8 @@ from hpc_rl.rl.rollout.vllm.adapters import engine_rank
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
+_LONGER_WINDOWS = ("cohere2", "cohere2_moe")
+"""model_type of models whose windows have one token more in vLLM than in transformers."""
 WORKER_EXTENSION = "hpc_rl.rl.rollout.vllm.worker.WeightUpdates"
 CPU_BLOCK = 128
 """Tokens per block of the key-value cache on CPUs."""
@@ -53,6 +55,9 @@ def engine_settings(
         # Requests are tokens. The parts of a model that read images take no memory, and need no new weights.
         "language_model_only": True,
     }
+    text = config.get_text_config()
+    if text.model_type in _LONGER_WINDOWS:
+        settings["hf_overrides"] = {"sliding_window": text.sliding_window - 1}
     if placement.device == "cpu":
         settings |= {
             "enforce_eager": True,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, Self
 
 from torch import nn
@@ -35,6 +36,7 @@ class WeightUpdates:
     def start_tracked_update(self) -> None:
         """Start an update by vLLM's own transfers, whose parts come to `update_weights`."""
         names = parameter_names(self.get_model())
+        name_loaders(self.get_model())
         self.start_weight_update()
         self._missing = track_loading(self.get_model(), names)
 
@@ -50,6 +52,7 @@ class WeightUpdates:
 
         model = self.get_model()
         names = parameter_names(model)
+        name_loaders(model)
         with set_current_vllm_config(self.vllm_config):
             initialize_layerwise_reload(model)
         self._missing = track_loading(model, names)
@@ -84,6 +87,13 @@ def pack_again(model: nn.Module) -> None:
             method.process_weights_after_loading(layer)
         elif (kernel := getattr(method, "moe_kernel", None)) is not None:
             kernel.fused_experts.process_weights_after_loading(layer)
+
+
+def name_loaders(model: nn.Module) -> None:
+    """Give names to loaders that are partial functions (MiniMax-M2), because vLLM reads their names in updates."""
+    for weight in model.parameters():
+        if isinstance(loader := getattr(weight, "weight_loader", None), partial):
+            loader.__dict__.setdefault("__name__", "partial")
 
 
 def parameter_names(model: nn.Module) -> set[str]:

@@ -36,6 +36,14 @@ def test_settings_by_device(tmp_path: Path) -> None:
     assert own.items() <= cpu.items() and own.items() <= cuda.items()
 
 
+def test_windows_of_vllm_are_those_of_transformers(tmp_path: Path) -> None:
+    """The table of docs/models.md compares log-probabilities."""
+    for kind, expected in {"cohere2": {"hf_overrides": {"sliding_window": 4095}}, "mistral": {}}.items():
+        config = AutoConfig.for_model(kind)
+        found = engine_settings(ModelConfig(path=str(tmp_path)), RolloutConfig(), config, 400, 1, Placement("cuda"))
+        assert {name: value for name, value in found.items() if name == "hf_overrides"} == expected
+
+
 def test_states_are_not_cached_on_cpus(tmp_path: Path) -> None:
     """vLLM needs chunks of prompts for that, which are off on CPUs."""
     found = {}
