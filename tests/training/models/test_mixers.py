@@ -92,7 +92,8 @@ def test_weights_in_bfloat16_beside_buffers_in_float32(tmp_path: Path, kind: str
     copies = ComputeWeights(model, model.float32_modules())
     found, expected = step(model), step_alone(path)
     copies.leave()
-    assert (found[0] - expected[0]).norm() < 0.05 * expected[0].norm()
+    difference_N = (found[0] - expected[0]).norm(dim=1) / expected[0].norm(dim=1)
+    assert difference_N.median() < 0.05  # rounding leads a few tokens to other experts
     assert all(weight.grad is not None for name, weight in model.hf.named_parameters() if name in expected[1])
 
 
