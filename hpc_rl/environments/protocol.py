@@ -104,7 +104,7 @@ class Episode:
             known = ", ".join(self._definition.tools) or "none"
             return self._failed(call.name, f"there is no tool {call.name!r}; the tools are: {known}")
         try:
-            arguments = tool.arguments(call.arguments)
+            arguments = tool.arguments(readable(call.arguments))  # pydantic 2.7 refuses lone surrogates
         except BadArguments as error:
             return self._failed(call.name, str(error))
         bound = getattr(self._environment, tool.name) if tool.name in self._definition.methods else tool.function

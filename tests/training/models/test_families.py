@@ -29,7 +29,6 @@ from hpc_rl.training.parallel.distributed import World
 from tests.marks import long
 from tests.training.models.test_mixers import KINDS as MIXED
 
-pytest.importorskip("transformers.models.olmo_hybrid", reason="older versions have fewer of these models")
 WORLD = World(0, 1, torch.device("cpu"))
 LENGTHS = (7, 21, 13)
 YES, UNPACKED, REFUSED = "yes", "unpacked", "refused"

@@ -19,7 +19,6 @@ from tests.finetune.jobs import run_here, run_job, series
 from tests.helpers import make_tiny_model, write_chats
 from tests.marks import long
 
-pytest.importorskip("transformers.models.deepseek_v32", reason="older versions have fewer of these models")
 WORLD = World(0, 1, torch.device("cpu"))
 EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 1, "intermediate_size_mlp": 64}
 LATENT = {"q_lora_rank": 16, "kv_lora_rank": 8, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8}
