@@ -23,7 +23,8 @@ def rules_for(key: str, config: Planned) -> Iterator[tuple[Callable[..., None], 
     """
     if key in (computed := computed_here(config)):
         yield refuse_family, (computed[key], config.trainer.packing)
-        yield refuse_transformers_4, ("" if has_unknown_python(config) else transformers_version(config.slurm.python),)
+        version = "" if has_unknown_python(config) else transformers_version(config.slurm.python)
+        yield refuse_transformers_4, (version, config.trainer.packing)
     if isinstance(config.model, ModelConfig) and key in ("model.path", "critic.path"):
         yield from ((refuse_option, (name,)) for name in config.model.restricted())
         if isinstance(config, PpoConfig) and key == "model.path" and not config.rollout.merge_lora:

@@ -270,7 +270,7 @@ def refuse_unsupported_backbone(hf: PreTrainedModel, key: str, path: str, with_h
     """
     settings = hf.config.to_dict()
     refuse_family(key, path, settings, with_head, is_packed(hf))
-    refuse_transformers_4(key, path, settings, version("transformers"))
+    refuse_transformers_4(key, path, settings, version("transformers"), is_packed(hf))
     config = hf.config.get_text_config()
     # Layers with a state have classes that do not declare their attention.
     if is_packed(hf) and not mixers_of(hf, config) and not getattr(hf, "_supports_attention_backend", False):
