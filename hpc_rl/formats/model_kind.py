@@ -33,8 +33,9 @@ MIXERS = {
     "qwen3_next": "Qwen3NextGatedDeltaNet",
 }
 """model_type of models that have mixers, layers with a state -> class of these layers in transformers."""
-_UNPACKED_4 = frozenset(
-    "ctrl dbrx diffllama gpt_bigcode granitemoe granitemoeshared jetmoe olmoe opt persimmon phimoe qwen2_moe".split()
+_UNPACKED_4 = (
+    *("ctrl", "dbrx", "diffllama", "gpt_bigcode", "granitemoe", "granitemoeshared", "jetmoe", "olmoe", "opt"),
+    *("persimmon", "phimoe", "qwen2_moe"),
 )
 """model_type of models whose attention packed rows cannot replace in transformers 4, and can in 5."""
 _QUANTISED = {
