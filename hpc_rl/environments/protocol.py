@@ -104,7 +104,7 @@ class Episode:
             known = ", ".join(self._definition.tools) or "none"
             return self._failed(call.name, f"there is no tool {call.name!r}; the tools are: {known}")
         try:
-            arguments = tool.arguments(call.arguments)
+            arguments = tool.arguments(readable(call.arguments))  # pydantic 2.7 refuses lone surrogates
         except BadArguments as error:
             return self._failed(call.name, str(error))
         bound = getattr(self._environment, tool.name) if tool.name in self._definition.methods else tool.function
@@ -189,7 +189,8 @@ def observed(observation: Any) -> list[Message]:
         # A role of a class of the user's own could not be passed on.
         return [{**message, "role": str.__str__(message["role"])} for message in observation]
     raise ValueError(
-        f"expected text, or messages with 'role' and 'content', as an observation; got {type(observation).__name__}"
+        "expected text, or messages with 'role' and 'content' (text), as an observation; got "
+        f"{type(observation).__name__}"
     )
 
 
@@ -208,7 +209,10 @@ def first_messages(prompt: Sequence[Message], observation: Any) -> list[Message]
 
 
 def _is_message(message: Any) -> bool:
-    return isinstance(message, Mapping) and isinstance(message.get("role"), str) and "content" in message
+    if not (isinstance(message, Mapping) and isinstance(message.get("role"), str) and "content" in message):
+        return False
+    # For content of another class, transformers 5.24 tokenizes the name of the class.
+    return message["content"] is None or isinstance(message["content"], str | list)
 
 
 def tool_message(name: str, text: str) -> Message:

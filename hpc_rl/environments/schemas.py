@@ -161,6 +161,8 @@ def plain_schema(schema: dict[str, Any]) -> dict[str, Any]:
             return [plain(part, seen) for part in node]
         if not isinstance(node, dict):
             return node
+        if len(node.get("allOf", ())) == 1:  # pydantic 2.7, of a definition beside a default
+            node = {**node["allOf"][0], **{key: value for key, value in node.items() if key != "allOf"}}
         name = str(node.get("$ref", "")).removeprefix("#/$defs/")
         if name in definitions:
             # A type that contains itself ends here.

@@ -33,6 +33,11 @@ MIXERS = {
     "qwen3_next": "Qwen3NextGatedDeltaNet",
 }
 """model_type of models that have mixers, layers with a state -> class of these layers in transformers."""
+_UNPACKED_4 = (
+    *("ctrl", "dbrx", "diffllama", "gpt_bigcode", "granitemoe", "granitemoeshared", "jetmoe", "olmoe", "opt"),
+    *("persimmon", "phimoe", "qwen2_moe"),
+)
+"""model_type of models whose attention packed rows cannot replace in transformers 4, and can in 5."""
 _QUANTISED = {
     "config.json": "quantization_config",
     "hf_quant_config.json": "quantization",
@@ -137,12 +142,17 @@ def refuse_transformers_4(key: str, path: str, settings: Mapping[str, Any], vers
         version: of transformers; empty if it is not known.
         packing: trainer.packing.
     """
-    settings, problem, remedy = text_settings(settings), "", "install transformers 5"
-    if packing and settings.get("model_type") in ("bamba", "falcon_h1", "granitemoehybrid", "jamba"):
-        problem = f"gives attention a mask of its own in models of type {settings['model_type']}"
-        remedy += " or use trainer.packing=false"
-    elif settings.get("rope_parameters"):
+    inner, problem, remedy = text_settings(settings), "", "install transformers 5"
+    kind = inner.get("model_type")
+    if inner is not settings:
+        problem = "does not load the language model alone of a model with parts for images or sound"
+    elif kind in ("bamba", "falcon_h1", "granitemoehybrid", "jamba"):
+        problem = f"gives attention a mask of its own in models of type {kind}"
+    elif inner.get("rope_parameters"):
         problem = "does not read the rotary embedding that transformers 5 has saved (rope_parameters in config.json)"
+    elif packing and kind in _UNPACKED_4:
+        problem = f"has no attention that packed rows can replace in models of type {kind}"
+        remedy += ", or use trainer.packing=false"
     if problem and version.startswith("4."):
         raise UserError(f"{key} {path} cannot be trained with transformers {version}, which {problem}: {remedy}")
 

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -113,7 +114,7 @@ def test_a_step_of_another_length() -> None:
 def test_observations() -> None:
     message = {"role": "user", "content": "a"}
     assert observed(None) == [] and observed("a") == observed([message]) == observed(message) == [message]
-    for wrong in (5, [5], [{"role": "user"}], {"content": "a"}):
+    for wrong in (5, [5], [{"role": "user"}], {"content": "a"}, {"role": "user", "content": Path("a")}):
         with pytest.raises(ValueError, match="as an observation"):
             observed(wrong)
 

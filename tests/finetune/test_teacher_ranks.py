@@ -94,9 +94,10 @@ def gradients(
 ) -> dict[str, dict[str, torch.Tensor]]:
     """The gradients of the first step with several losses, which rank 0 of the student writes."""
     more = (*more, "trainer.total_training_steps=1")
-    runs = [arguments(base, folder / name, *words, *more) for name, words in losses.items()]
-    results = spawn([__file__, "gradients", json.dumps(runs)], ranks, timeout=600)
-    assert [code for code, _, _ in results] == [0] * ranks, results
+    for name, words in losses.items():  # a group of all ranks has the number of the groups before it as its name
+        run = arguments(base, folder / name, *words, *more)
+        results = spawn([__file__, "gradients", json.dumps([run])], ranks, timeout=600)
+        assert [code for code, _, _ in results] == [0] * ranks, results
     return {name: torch.load(folder / name / "gradients.pt") for name in losses}
 
 

@@ -156,8 +156,8 @@ def test_a_window_with_all_rows_trains_like_data_that_is_not_streamed(
         assert series(tmp_path / "streamed", name) == series(tmp_path / "whole", name), name
     assert series(tmp_path / "streamed", "train/window") == series(tmp_path / "whole", "train/epoch")
     sizes = {path.name: path.stat().st_size for path in hub.repositories["datasets"]["me/Sums"].glob("*.jsonl")}
-    sizes["train-0.jsonl"] *= 2  # it also shows the columns
-    assert hub.served == sizes  # the second epoch has read nothing
+    for_columns = {**sizes, "train-0.jsonl": 2 * sizes["train-0.jsonl"]}  # datasets 3 reads it once
+    assert hub.served in (sizes, for_columns)  # the second epoch has read nothing
 
 
 def test_preferences_are_streamed_too(sft_config: list[str], hub: HubServer, tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ from hpc_rl.plan.engines import cache_of, cache_tokens
 from hpc_rl.plan.memory import Phase, adapter_parameters, micro_tokens, models_of, phases, placed_models
 from hpc_rl.plan.plan import plan_of
 from hpc_rl.plan.shape import shape_of
+from tests.marks import since_5
 from tests.plan.configs import SHAPES, config
 from tests.plan.families import config_json
 
@@ -156,14 +157,19 @@ def test_arguments_of_the_engine_itself() -> None:
     assert cache_tokens(wide, SHAPES, GPU) == pytest.approx((72e9 - 2e9 - 4 * P) / (2 * 28 * 512 * 2))
 
 
-def test_the_cache_of_layers_with_windows_latents_and_states() -> None:
-    """A window keeps its tokens only, a latent is whole on each GPU, and a state does not grow."""
+def test_the_cache_of_layers_with_windows_and_latents() -> None:
+    """A window keeps its tokens only, and a latent is whole on each GPU."""
     assert cache_of(SHAPES["/7b"], 1000) == 1000 * 2 * 28 * 512 * 2
     assert cache_of(SHAPES["/7b"], 1000, gpus=8) == 1000 * 2 * 28 * 512 * 2 / 4
     windows = shape_of(config_json("gpt_oss"), "m")
     assert cache_of(windows, 1000) == 2 * (1000 + 128) * 2 * 8 * 64 * 2
     latent = shape_of(config_json("deepseek_v3"), "m")
     assert cache_of(latent, 1000, gpus=8) == 1000 * 4 * (512 + 64) * 2
+
+
+@since_5
+def test_the_cache_of_layers_with_states_and_of_shared_ones() -> None:
+    """A state does not grow."""
     states = shape_of(config_json("qwen3_5_text"), "m")
     own = 3 * (4 * 32 * 128 * 128 + 2 * 3 * (2 * 2048 + 4096))
     assert cache_of(states, 1000) == 1000 * 2 * 4 * 256 * 2 + own

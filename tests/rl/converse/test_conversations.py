@@ -27,7 +27,6 @@ from tests.rl.scripted import Scripted
 
 OWN = r'''
 import time
-from pathlib import Path
 
 class Own:
     """Adds up. The row says what goes wrong."""
@@ -35,7 +34,7 @@ class Own:
     def reset(self, wrong="", first=None, seed=None, **row):
         self.total, self.wrong, self.said = 0, wrong, ""
         if wrong == "first":
-            return [{"role": "user", "content": Path("\ud83d")}]
+            return [{"role": "user", "content": "no text"}]
         if wrong == "reset":
             raise OSError("no disk")
         return f"Seed {seed}." if wrong == "seed" else first
@@ -56,7 +55,7 @@ class Own:
     def step(self, text):
         self.said = text
         if self.wrong == "content":
-            return [{"role": "user", "content": Path("\ud83d")}]
+            return [{"role": "user", "content": "no text"}]
         if text.startswith("again"):
             role = "system" if self.wrong == "role" else "user"
             return [{"role": role, "content": "And?"}]
@@ -76,7 +75,8 @@ LONG = "data.max_response_length=2000", "data.max_prompt_length=2000", "trainer.
 def tokenizer() -> Any:
     made = make_tokenizer(320)
     made.add_tokens(["<tool_call>", "</tool_call>", "<tool_response>"])
-    made.chat_template = CHATML.replace("{% if tools %}", "{% if tools %}<tool_call>")
+    no_text = CHATML.replace("{{ message", r"{{ '\ud83d' if message.content == 'no text' else message")
+    made.chat_template = no_text.replace("{% if tools %}", "{% if tools %}<tool_call>")
     return made
 
 

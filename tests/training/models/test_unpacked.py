@@ -20,7 +20,6 @@ from tests.helpers import write_chats
 from tests.marks import long
 from tests.small_models.families import make_model
 
-pytest.importorskip("transformers.models.deepseek_v32", reason="older versions have fewer of these models")
 WORLD = World(0, 1, torch.device("cpu"))
 KINDS = ("llama4_text", "bloom", "deepseek_v32", "falcon_mamba", "zamba")
 
