@@ -153,14 +153,15 @@ def test_a_model_that_the_transformers_of_the_job_reads_wrongly_is_refused(
 ) -> None:
     found = [transformers_version(python) for python in (None, sys.executable, "/no/python")]
     assert found == [version("transformers")] * 2 + [""]
-    shutil.copytree(model, folder / "jamba")
+    shutil.copytree(model, folder / "olmoe")
     settings = json.loads((model / "config.json").read_text())
-    (folder / "jamba" / "config.json").write_text(json.dumps({**settings, "model_type": "jamba"}))
+    settings |= {"model_type": "olmoe", "rope_parameters": None}
+    (folder / "olmoe" / "config.json").write_text(json.dumps(settings))
     monkeypatch.setattr(model_rules, "transformers_version", lambda _python: "4.57.6")
-    with pytest.raises(UserError, match=r"model\.path jamba cannot be trained with transformers 4\.57\.6, which give"):
-        check_ppo(model__path="jamba")
-    check_ppo(model__path="jamba", slurm__modules=["python"])  # nobody knows its version
-    check_ppo(model__path="jamba", trainer__packing=False)
+    with pytest.raises(UserError, match=r"model\.path olmoe cannot be trained with transformers 4\.57\.6, which has no"):
+        check_ppo(model__path="olmoe")
+    check_ppo(model__path="olmoe", slurm__modules=["python"])  # nobody knows its version
+    check_ppo(model__path="olmoe", trainer__packing=False)
 
 
 def test_families_that_the_engine_cannot_compute_are_refused(folder: Path, model: Path) -> None:

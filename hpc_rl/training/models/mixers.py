@@ -98,9 +98,10 @@ class PerSample(nn.Module):
         split = [x.split(lengths, 1) if has else [x] * len(lengths) for x, has in zip(values, have_tokens, strict=True)]
         samples = (tree_unflatten(list(parts), layout) for parts in zip(*split, strict=True))
         found = [own(*one, **more) for one, more in samples]
-        if isinstance(found[0], tuple):
-            return torch.cat([first for first, *_ in found], dim=1), *(None for _ in found[0][1:])
-        return torch.cat(found, dim=1)
+        # The gated norm of Falcon-H1 removes the dimension of tokens if there is only one.
+        outputs = [_output(one).reshape(1, length, -1) for one, length in zip(found, lengths, strict=True)]
+        row_1TH = torch.cat(outputs, dim=1)
+        return (row_1TH, *(None for _ in found[0][1:])) if isinstance(found[0], tuple) else row_1TH
 
 
 @cache
