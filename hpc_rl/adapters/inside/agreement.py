@@ -23,6 +23,13 @@ class Ranks:
     def is_main(self) -> bool:
         return self.rank == 0
 
+    def wait(self) -> None:
+        """Wait for all ranks."""
+        import torch.distributed as dist
+
+        if self._group is not None:
+            dist.barrier(group=self._group)
+
     def of_main(self, value: Any) -> Any:
         """Return rank 0's value on all ranks."""
         import torch.distributed as dist

@@ -4,7 +4,6 @@ resumes as hpc-rl asks. Its files and the user's are not changed: the Trainer ge
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -34,9 +33,7 @@ METRICS: Mapping[str, str] = {
 _TOKENS = "num_tokens"
 """TRL's count of the tokens of all steps."""
 _NOT_OURS = ("total_flos", "train_runtime")
-EVENTS = (
-    *("on_step_begin", "on_substep_end", "on_prediction_step", "on_step_end", "on_epoch_end", "on_log", "on_save"),
-)
+EVENTS = (*("on_step_begin", "on_substep_end", "on_prediction_step", "on_step_end", "on_log", "on_save"),)
 """Of a TrainerCallback; TrainerAdapter has a method for each."""
 _own: dict[int, TrainerAdapter] = {}
 """Identity of Trainer's arguments, which every event brings -> the adapter of its training."""
@@ -45,9 +42,9 @@ _own: dict[int, TrainerAdapter] = {}
 def attach(module: ModuleType) -> None:
     """Add the adapter to transformers.trainer."""
     events = {name: _forwarded(name) for name in EVENTS}
-    module.DEFAULT_CALLBACKS.append(type("StopCallback", (module.TrainerCallback,), events))  # type: ignore[attr-defined]
+    callback = type("StopCallback", (module.TrainerCallback,), events)  # type: ignore[attr-defined]
     trainer = module.Trainer  # type: ignore[attr-defined]
-    trainer.train = _adapted_train(trainer.train)
+    trainer.train = _adapted_train(trainer.train, callback)
     trainer._save_checkpoint = _in_phase(trainer._save_checkpoint, "save_checkpoint")
     trainer.evaluate = _in_phase(trainer.evaluate, "validation")
 
@@ -112,23 +109,24 @@ class TrainerAdapter:
             control.should_evaluate = False
             self._args.save_only_model = False  # it could not be resumed
 
-    def on_epoch_end(self, _state: Any, control: Any) -> None:
-        """A training that ends early ends its epoch too, and would save and evaluate once more."""
-        if self.is_stopping:
-            control.should_save = control.should_evaluate = False
-
     def on_log(self, logs: Mapping[str, Any]) -> None:
         if self._run and not any(name in logs for name in _NOT_OURS):
             self._run.log({**renamed(logs), **self._speed(logs)})
 
     def on_save(self, state: Any, _control: Any) -> None:
+        """Record the checkpoint when all ranks have written their part, and end the process if it was the last one.
+
+        What follows in the training and in the script is for the end of a run: Trainer may load the best model and
+        delete this checkpoint, and scripts export what looks like a finished model.
+
+        Raises:
+            SystemExit: the run stops.
+        """
+        self.ranks.wait()
         if self._run:
             path = Path(self._args.output_dir, f"checkpoint-{state.global_step}").absolute()
             saved = Checkpoint(state.global_step, str(path), self.ranks.count)
             self._run.note_saved(saved, self.seconds.get("save_checkpoint", 0.0))
-
-    def end(self) -> None:
-        """End the process if the training has saved and stopped early: what follows in the script is for the end."""
         if self.is_stopping:
             if self._run:
                 print(self._run.stopped(), flush=True)
@@ -158,22 +156,22 @@ def _grouped(name: str) -> str:
     return f"val/{name.removeprefix('eval_')}" if name.startswith("eval_") else f"train/{name}"
 
 
-def _adapted_train(original: Callable[..., Any]) -> Callable[..., Any]:
+def _adapted_train(original: Callable[..., Any], callback: type) -> Callable[..., Any]:
     @wraps(original)
     def train(self: Any, resume_from_checkpoint: Any = None, *arguments: Any, **named: Any) -> Any:
+        self.remove_callback(callback)
+        self.add_callback(callback)  # the last one: it decides after the user's own
         adapter = _own[id(self.args)] = TrainerAdapter(self)
         heart.begin(f"rank {adapter.ranks.rank}", waits=True)
         if (own := adapter.newest(self)) is not None:
             if adapter.ranks.is_main:
-                print(f"hpc-rl: resuming from {own}", file=sys.stderr, flush=True)
+                print(f"resuming from {own}", flush=True)
             resume_from_checkpoint = own
         try:
             with heart.phase("training"):
-                result = original(self, resume_from_checkpoint, *arguments, **named)
+                return original(self, resume_from_checkpoint, *arguments, **named)
         finally:
             del _own[id(self.args)]
-        adapter.end()
-        return result
 
     return train
 
