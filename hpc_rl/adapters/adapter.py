@@ -71,8 +71,8 @@ class Adapter:
     """What the job's Python has to have."""
     recognises: Callable[[Program], bool] = lambda program: False
     """Returns whether a program is this one."""
-    instead: Callable[[Program], str | None] = lambda program: None
-    """Returns the words that this job needs instead of a command that starts a launcher of its own."""
+    command: Callable[[Program], Sequence[str]] = lambda program: program.words
+    """Returns what the ranks or the driver run: without the program's own launcher, if it has one."""
     saves: str = ""
     """How it saves when the run has to stop, for messages: it follows `saves to FOLDER`."""
     is_hooked: bool = False

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 
 from hpc_rl.adapters.adapter import Adapter
@@ -91,12 +92,12 @@ class Job:
         unit = "GPU" if trainer.uses_gpus else "CPU process"
         return f"{counted(trainer.nnodes, 'node')} x {counted(trainer.n_gpus_per_node, unit)}"
 
-    @property
+    @cached_property
     def adapted(self) -> Program:
         """The user's own program."""
         return Program(self.program, self.working_dir)
 
-    @property
+    @cached_property
     def adapter(self) -> Adapter:
         """How the user's own program is saved and resumed.
 

@@ -128,6 +128,12 @@ def check_ray_program(program: tuple[str, ...]) -> str | None:
     return _check_command("program", program)
 
 
+def check_conflicts(found: tuple[str, ...]) -> None:
+    """Refuse options of a program that contradict the job."""
+    if found:
+        raise UserError("\n".join(found))
+
+
 def check_agent(command: tuple[str, ...]) -> str | None:
     """Check agent.command."""
     if command[0].endswith(".py") and not os.access(command[0], os.X_OK):

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from hpc_rl import __version__
-from hpc_rl.adapters.table import GENERIC
+from hpc_rl.adapters.table import GENERIC, description
 from hpc_rl.config.job import JobConfig
 from hpc_rl.config.ray import RayJobConfig
 from hpc_rl.config.slurm import SlurmConfig
@@ -210,6 +210,7 @@ def _values(job: Job) -> dict[str, Any]:
         "support_sum": _sum(support_text()),
         "node_options": " ".join(map(bash_word, node_options(job))),
         "program": program_text(job),
+        "adapted": description(job.adapter, job.adapted) if job.adapter is not GENERIC else "",
     }
 
 
