@@ -66,7 +66,13 @@ class Program:
             if flag := _FLAG.fullmatch(word):
                 name, value = flag[1].replace("-", "_"), flag[2]
                 following = words[number + 1] if number + 1 < len(words) else "--"
-                found[name] = value if value is not None else "" if _FLAG.fullmatch(following) else following
+                found[name] = (
+                    value
+                    if value is not None
+                    else ""
+                    if following.startswith("--") or _FLAG.fullmatch(following)
+                    else following
+                )
             elif pair := _HYDRA.fullmatch(word):
                 found[pair[1]] = pair[2]
         return found
