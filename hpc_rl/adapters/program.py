@@ -16,6 +16,8 @@ MOST_BYTES = 2**20
 """Of a script or a settings file that is read."""
 MOST_FILES = 30
 """Modules beside the script whose imports are followed."""
+LAUNCHED = "hpc_rl.adapters.inside.launched"
+"""Module of ours that runs a program as its launcher would. The program follows after `--`."""
 _PYTHON = re.compile(r"(.*/)?python[\d.]*")
 _FLAG = re.compile(r"--?([A-Za-z][\w.-]*)(?:=(.*))?", re.DOTALL)
 _HYDRA = re.compile(r"\+{0,2}([A-Za-z_][\w./@-]*)=(.*)", re.DOTALL)
@@ -32,8 +34,10 @@ class Program:
 
     @cached_property
     def command(self) -> tuple[str, ...]:
-        """The words without Python and its flags."""
+        """The words without Python, its flags, and what stands for a launcher."""
         words = self.words
+        if words[:2] == ("-m", LAUNCHED) and "--" in words:
+            return words[words.index("--") + 1 :]
         if words and _PYTHON.fullmatch(words[0]):
             words = words[1:]
             while words and words[0].startswith("-") and words[0] not in ("-m", "-c"):

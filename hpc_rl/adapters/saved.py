@@ -22,6 +22,8 @@ class Checkpoint:
     path: str
     processes: int = 0
     """Number of processes that wrote it; 0 if it is not known."""
+    part: str = ""
+    """The training of the program, if it has several that share a folder."""
 
 
 def record_saved(run: RunDir, checkpoint: Checkpoint) -> None:
@@ -29,11 +31,12 @@ def record_saved(run: RunDir, checkpoint: Checkpoint) -> None:
     LineFile(run.saved).write(json.dumps(asdict(checkpoint)))
 
 
-def newest_saved(run: RunDir, output: Path | None = None) -> Checkpoint | None:
+def newest_saved(run: RunDir, output: Path | None = None, part: str | None = None) -> Checkpoint | None:
     """Return the last checkpoint that this run has completed and that still exists.
 
     Args:
         output: the folder in which it is; None for any.
+        part: the training that wrote it; None for any.
     """
     try:
         lines = read_regular(run.saved).splitlines()
@@ -45,6 +48,7 @@ def newest_saved(run: RunDir, output: Path | None = None) -> Checkpoint | None:
         except (ValueError, TypeError):
             continue
         path = Path(found.path)
-        if path.is_dir() and (output is None or path.absolute().parent == output.absolute()):
+        is_here = output is None or path.absolute().parent == output.absolute()
+        if is_here and part in (None, found.part) and path.exists():
             return found
     return None

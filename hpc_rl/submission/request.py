@@ -10,6 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from hpc_rl.adapters.launchers import without_launcher
 from hpc_rl.adapters.program import Program
 from hpc_rl.adapters.table import choose
 from hpc_rl.config.compose import FillIn, compose, load_config
@@ -132,7 +133,10 @@ def job_of(request: JobRequest, config: JobConfig, taken: frozenset[str], device
         stem, is_named, config = f"{stem}-test", False, config.updated("slurm.job_name", None)
     path = typed_run_dir(request) or ROOT / (stem if is_named else free_name(stem, taken))
     run_dir = RunDir(_possible(path.absolute()))
-    adapter = choose(config.slurm.adapter, request.kind, typed := Program(request.program))
+    typed = Program(request.program)
+    if request.kind == "torchrun":
+        typed = without_launcher(typed)
+    adapter = choose(config.slurm.adapter, request.kind, typed)
     return Job(
         request.kind, config, run_dir, Path.cwd(), tuple(adapter.command(typed)), after, request.command, is_named,
         nodes=devices.nodes, note=devices.note,

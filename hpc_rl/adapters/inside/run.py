@@ -25,9 +25,9 @@ class AdaptedRun:
         self._step = (0, 0)
         self._began = time.monotonic()
 
-    def newest(self, output: str) -> Checkpoint | None:
-        """Return the last checkpoint of this run in a folder."""
-        return newest_saved(self._run, Path(output))
+    def newest(self, output: str | None, part: str) -> Checkpoint | None:
+        """Return the last checkpoint of this run in a folder, and of a training. See newest_saved."""
+        return newest_saved(self._run, Path(output) if output is not None else None, part)
 
     def begin(self) -> None:
         """Note that the work of a step begins now."""
@@ -45,13 +45,17 @@ class AdaptedRun:
         """Write measurements of the current step."""
         self._metrics.write(*self._step, metrics)
 
-    def is_due(self, tests: bool) -> bool:
+    def is_due(self, tests: bool, boundary: int = 1) -> bool:
         """Return whether to save and end now.
 
         Args:
             tests: whether the program evaluates before its next step.
+            boundary: number of steps after which there is a good point to resume from.
         """
-        return self._stopping.due(self._stopping.rest_s() + (self._stopping.testing_s if tests else 0.0))
+        step_s, testing_s = self._stopping.rest_s(), self._stopping.testing_s if tests else 0.0
+        until = boundary - self._step[0] % boundary  # the next good point, after this step
+        is_due = self._stopping.due(step_s * (until if until == boundary else 1) + testing_s)
+        return is_due and not (until < boundary and self._stopping.has_time(step_s * until + testing_s))
 
     def note_saved(self, checkpoint: Checkpoint, seconds: float) -> None:
         """Record a checkpoint that is complete, and for how long training waited for it."""

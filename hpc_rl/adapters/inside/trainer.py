@@ -4,18 +4,17 @@ resumes as hpc-rl asks. Its files and the user's are not changed: the Trainer ge
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import wraps
+from importlib.metadata import version
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
-from hpc_rl.adapters.inside.agreement import Ranks
-from hpc_rl.adapters.inside.run import AdaptedRun
-from hpc_rl.adapters.saved import Checkpoint
-from hpc_rl.errors import EXIT_BAD_INPUT, EXIT_STOPPED
+from hpc_rl.adapters.inside.training import Training
+from hpc_rl.errors import EXIT_BAD_INPUT
 from hpc_rl.liveness.heartbeat import heart
 
 METRICS: Mapping[str, str] = {
@@ -39,14 +38,16 @@ _own: dict[int, TrainerAdapter] = {}
 """Identity of Trainer's arguments, which every event brings -> the adapter of its training."""
 
 
-def attach(module: ModuleType) -> None:
+def attach(module: Any) -> None:
     """Add the adapter to transformers.trainer."""
     events = {name: _forwarded(name) for name in EVENTS}
-    callback = type("StopCallback", (module.TrainerCallback,), events)  # type: ignore[attr-defined]
-    trainer = module.Trainer  # type: ignore[attr-defined]
+    callback = type("StopCallback", (module.TrainerCallback,), events)
+    trainer = module.Trainer
     trainer.train = _adapted_train(trainer.train, callback)
     trainer._save_checkpoint = _in_phase(trainer._save_checkpoint, "save_checkpoint")
     trainer.evaluate = _in_phase(trainer.evaluate, "validation")
+    if version("transformers").startswith("4."):
+        module.skip_first_batches = _shuffled(module.skip_first_batches)
 
 
 def _forwarded(name: str) -> Callable[..., None]:
@@ -61,36 +62,32 @@ class TrainerAdapter:
     """The adapter of one call of Trainer.train."""
 
     def __init__(self, trainer: Any) -> None:
+        self._trainer = trainer
         self._args = trainer.args
-        self.ranks = Ranks()
-        self._run = AdaptedRun() if self.ranks.is_main else None
-        self.is_stopping = False
+        self._training = Training()
+        self._boundary = _cycle(trainer)
         self.seconds: dict[str, float] = {}
         """Of the latest phases, by name."""
         self._tokens: tuple[float, float] | None = None
 
-    def newest(self, trainer: Any) -> str | None:
+    def newest(self) -> str | None:
         """Return the checkpoint to resume from, the same on all ranks.
 
         Raises:
             SystemExit: it cannot be resumed with this number of processes.
         """
-        found = self.ranks.of_main(self._run.newest(self._args.output_dir) if self._run else None)
-        if found is None:
-            return None
-        if found.processes != self.ranks.count and trainer.is_deepspeed_enabled:
+        found, ranks = self._training.newest(self._args.output_dir), self._training.ranks
+        if found is not None and found.processes != ranks.count and self._trainer.is_deepspeed_enabled:
             print(
                 f"{found.path} was written by {found.processes} processes, and DeepSpeed resumes it with as many only; "
-                f"this job has {self.ranks.count}: submit it with the same number of nodes and GPUs",
+                f"this job has {ranks.count}: submit it with the same number of nodes and GPUs",
                 flush=True,
             )
             raise SystemExit(EXIT_BAD_INPUT)
-        path: str = found.path
-        return path
+        return found.path if found else None
 
     def on_step_begin(self, _state: Any, _control: Any) -> None:
-        if self._run:
-            self._run.begin()
+        self._training.begins_step()
 
     def on_substep_end(self, _state: Any, _control: Any) -> None:
         heart.beat()
@@ -99,44 +96,29 @@ class TrainerAdapter:
 
     def on_step_end(self, state: Any, control: Any) -> None:
         """Decide on all ranks alike whether this step is the last one of the attempt."""
-        heart.at_step(state.global_step + 1)
-        is_last = state.global_step >= state.max_steps
-        if self._run:
-            self._run.end_step(state.global_step, state.max_steps)
-        is_due = not is_last and self._run is not None and self._run.is_due(control.should_evaluate)
-        if self.ranks.of_main(is_due):
-            self.is_stopping = control.should_save = control.should_training_stop = True
+        if self._training.ends_step(state.global_step, state.max_steps, control.should_evaluate, self._boundary):
+            control.should_save = control.should_training_stop = True
             control.should_evaluate = False
             self._args.save_only_model = False  # it could not be resumed
 
     def on_log(self, logs: Mapping[str, Any]) -> None:
-        if self._run and not any(name in logs for name in _NOT_OURS):
-            self._run.log({**renamed(logs), **self._speed(logs)})
+        if not any(name in logs for name in _NOT_OURS):
+            self._training.log({**renamed(logs), **self._speed(logs)})
 
     def on_save(self, state: Any, _control: Any) -> None:
-        """Record the checkpoint when all ranks have written their part, and end the process if it was the last one.
+        path = Path(self._args.output_dir, f"checkpoint-{state.global_step}")
+        self._training.saved(state.global_step, path, self.seconds.get("save_checkpoint", 0.0))
 
-        What follows in the training and in the script is for the end of a run: Trainer may load the best model and
-        delete this checkpoint, and scripts export what looks like a finished model.
-
-        Raises:
-            SystemExit: the run stops.
-        """
-        self.ranks.wait()
-        if self._run:
-            path = Path(self._args.output_dir, f"checkpoint-{state.global_step}").absolute()
-            saved = Checkpoint(state.global_step, str(path), self.ranks.count)
-            self._run.note_saved(saved, self.seconds.get("save_checkpoint", 0.0))
-        if self.is_stopping:
-            if self._run:
-                print(self._run.stopped(), flush=True)
-            raise SystemExit(EXIT_STOPPED)
+    @property
+    def epoch(self) -> int:
+        """The epoch in which the training is."""
+        return int(self._trainer.state.epoch or 0)
 
     def note(self, phase: str, seconds: float) -> None:
         """Note the time of a phase."""
         self.seconds[phase] = seconds
-        if phase == "validation" and self._run:
-            self._run.note_tested(seconds)
+        if phase == "validation":
+            self._training.tested(seconds)
 
     def _speed(self, logs: Mapping[str, Any]) -> dict[str, float]:
         if _TOKENS not in logs:
@@ -144,6 +126,13 @@ class TrainerAdapter:
         now, before = (float(logs[_TOKENS]), time.monotonic()), self._tokens
         self._tokens = now
         return {"perf/tokens_per_s": (now[0] - before[0]) / (now[1] - before[1])} if before else {}
+
+
+def _cycle(trainer: Any) -> int:
+    """Return the number of steps that share generations in TRL's GRPO and RLOO: they are not in a checkpoint."""
+    micro_steps = getattr(trainer.args, "steps_per_generation", None) or 1
+    micro_steps *= getattr(trainer, "num_iterations", None) or 1
+    return int(math.lcm(micro_steps, accumulated := trainer.args.gradient_accumulation_steps) // accumulated)
 
 
 def renamed(logs: Mapping[str, Any]) -> dict[str, float]:
@@ -162,10 +151,7 @@ def _adapted_train(original: Callable[..., Any], callback: type) -> Callable[...
         self.remove_callback(callback)
         self.add_callback(callback)  # the last one: it decides after the user's own
         adapter = _own[id(self.args)] = TrainerAdapter(self)
-        heart.begin(f"rank {adapter.ranks.rank}", waits=True)
-        if (own := adapter.newest(self)) is not None:
-            if adapter.ranks.is_main:
-                print(f"resuming from {own}", flush=True)
+        if (own := adapter.newest()) is not None:
             resume_from_checkpoint = own
         try:
             with heart.phase("training"):
@@ -174,6 +160,19 @@ def _adapted_train(original: Callable[..., Any], callback: type) -> Callable[...
             del _own[id(self.args)]
 
     return train
+
+
+def _shuffled(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Shuffle the batches of a resumed epoch as this epoch's: before version 5, they are those of the first one."""
+
+    @wraps(original)
+    def skip_first_batches(loader: Any, *arguments: Any, **named: Any) -> Any:
+        rest = original(loader, *arguments, **named)
+        if len(_own) == 1 and hasattr(rest, "set_epoch"):
+            rest.set_epoch(next(iter(_own.values())).epoch)
+        return rest
+
+    return skip_first_batches
 
 
 def _in_phase(original: Callable[..., Any], phase: str) -> Callable[..., Any]:

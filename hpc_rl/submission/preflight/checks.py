@@ -335,8 +335,8 @@ CHECKS: tuple[Callable[[Job], Iterator[Question]], ...] = (
     reward,
     environment,
     agent,
-    program,
     adapter,
+    program,
 )
 """The checks of every job; `partition` is added for jobs that are queued."""
 PROGRAMS: dict[str, Callable[[tuple[str, ...]], str | None]] = {
