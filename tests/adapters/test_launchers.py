@@ -88,7 +88,7 @@ def test_launchers_that_cannot_be_left_out(typed: str, said: str) -> None:
         ("llamafactory-cli train rm.yml", "stage rm: LLaMA-Factory cannot resume it"),
         ("llamafactory-cli train c.yml", "USE_V1=1 is set"),
         ("swift deploy --x 1", "a job runs `swift pt`, `swift sft` or `swift rlhf`"),
-        ("swift sft --use_ray true", "use_ray: with it, ms-swift starts a cluster"),
+        ("swift sft --use_ray true", "use_ray: a job neither starts ms-swift"),
         ("trl vllm-serve --model m", "trl vllm_serve is no training"),
     ],
 )

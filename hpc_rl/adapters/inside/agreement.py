@@ -39,3 +39,12 @@ class Ranks:
         values = [value]
         dist.broadcast_object_list(values, src=0, group=self._group)
         return values[0]
+
+    def all(self, value: Any) -> list[Any]:
+        """Return the values of all ranks, on all ranks."""
+        import torch.distributed as dist
+
+        values = [value] * self.count
+        if self._group is not None:
+            dist.all_gather_object(values, value, group=self._group)
+        return values

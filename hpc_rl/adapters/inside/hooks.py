@@ -15,6 +15,8 @@ from types import ModuleType
 
 HOOKS: Mapping[str, str] = {
     "transformers.trainer": "hpc_rl.adapters.inside.trainer",
+    "lightning.pytorch.trainer.trainer": "hpc_rl.adapters.inside.lightning",
+    "pytorch_lightning.trainer.trainer": "hpc_rl.adapters.inside.lightning",
 }
 """Module of a library -> module of ours, whose function `attach(module)` runs after the library's module."""
 

@@ -15,11 +15,16 @@ from hpc_rl.training.stopping import SAVING, TESTING, open_stopping, stopped_lin
 _STEP = "timing_s/step"
 
 
+def run_of_process() -> RunDir:
+    """Return the run to which this process belongs."""
+    return RunDir(Path(os.environ[ENV_RUN_DIR]))
+
+
 class AdaptedRun:
     """Records the steps of a program, and decides when it saves and ends."""
 
     def __init__(self) -> None:
-        self._run = RunDir(Path(os.environ[ENV_RUN_DIR]))
+        self._run = run_of_process()
         self._stopping = open_stopping(self._run, 0, ())  # the job script writes the stop file slurm.warning_s before
         self._metrics = MetricsFile(self._run.metrics)
         self._step = (0, 0)
