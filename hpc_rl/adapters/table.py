@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from hpc_rl.adapters.adapter import Adapter
+from hpc_rl.adapters.loops import ACCELERATE, LIGHTNING, TORCHTITAN
 from hpc_rl.adapters.program import Program
 from hpc_rl.adapters.trainer import AXOLOTL, LLAMA_FACTORY, MS_SWIFT, TRANSFORMERS, TRL
 from hpc_rl.errors import UserError
@@ -23,6 +24,9 @@ ADAPTERS: Mapping[str, Adapter] = {
         MS_SWIFT,
         TRL,
         TRANSFORMERS,
+        LIGHTNING,
+        TORCHTITAN,
+        ACCELERATE,
         GENERIC,
     )
 }

@@ -17,6 +17,10 @@ HOOKS: Mapping[str, str] = {
     "transformers.trainer": "hpc_rl.adapters.inside.trainer",
     "lightning.pytorch.trainer.trainer": "hpc_rl.adapters.inside.lightning",
     "pytorch_lightning.trainer.trainer": "hpc_rl.adapters.inside.lightning",
+    "accelerate.accelerator": "hpc_rl.adapters.inside.accelerate",
+    "torchtitan.components.checkpointer.base": "hpc_rl.adapters.inside.torchtitan",
+    "torchtitan.components.checkpoint": "hpc_rl.adapters.inside.torchtitan",
+    "torchtitan.components.metrics": "hpc_rl.adapters.inside.torchtitan",
 }
 """Module of a library -> module of ours, whose function `attach(module)` runs after the library's module."""
 
