@@ -1,5 +1,5 @@
-"""Loops of the user's own with accelerate: records what Accelerator.log measures, and each checkpoint of save_state when
-it is complete. Node 0 ends the program after its first checkpoint since it was asked to stop.
+"""Loops of the user's own with accelerate: records what Accelerator.log measures, and the complete checkpoints of
+save_state. Node 0 ends the program after its first checkpoint since it was asked to stop.
 
 Some programs call save_state on all ranks, and some on the first one only, so nothing here waits for other ranks.
 """
