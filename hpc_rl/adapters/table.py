@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from hpc_rl.adapters.adapter import Adapter
 from hpc_rl.adapters.program import Program
 from hpc_rl.adapters.trainer import AXOLOTL, LLAMA_FACTORY, MS_SWIFT, TRANSFORMERS, TRL
+from hpc_rl.adapters.verl import VERL, VERL_SFT
 from hpc_rl.errors import UserError
 
 AUTO, NONE = "auto", "none"
@@ -23,6 +24,8 @@ ADAPTERS: Mapping[str, Adapter] = {
         MS_SWIFT,
         TRL,
         TRANSFORMERS,
+        VERL,
+        VERL_SFT,
         GENERIC,
     )
 }
