@@ -19,20 +19,23 @@ def given(program: Program) -> Mapping[str, str]:
     return found | options
 
 
-def missing(program: Program, wanted: Mapping[str, object]) -> list[str]:
-    """Return the options that the user has not given, as `++key=value`: versions that lack one ignore it."""
-    own = given(program)
-    return [f"++{name}={value}" for name, value in wanted.items() if name not in own]
+def appended(own: Mapping[str, str], wanted: Mapping[str, object], prefix: str = "++") -> list[str]:
+    """Return the options that the user has not given.
+
+    Args:
+        own: what the user has given.
+        prefix: Hydra's, with which an option is accepted whether or not this version has it.
+    """
+    return [f"{prefix}{name}={value}" for name, value in wanted.items() if name not in own]
 
 
-def size_conflicts(program: Program, place: Place, nodes: str, gpus: str) -> list[str]:
+def size_conflicts(own: Mapping[str, str], place: Place, nodes: str, gpus: str) -> list[str]:
     """Return a sentence for each of these two options that is not the job's number.
 
     Args:
         nodes: option with the number of nodes.
         gpus: option with the number of GPUs of each node.
     """
-    own = given(program)
     rows = ((nodes, place.nodes, "node", "--nodes"), (gpus, place.processes, "GPU", "--gpus-per-node"))
     return [
         f"{name}={own[name]}, but the job has {counted(found, what)}{' per node' if what == 'GPU' else ''}: leave the "

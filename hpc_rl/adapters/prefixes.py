@@ -31,4 +31,4 @@ def plain_words(program: Program) -> Sequence[str]:
         words = words[2 if words[0] in _VALUED else 1 :]
     if words[:1] == ("--module",):
         words = ("-m", *words[1:])
-    return ("python", *words) if words[:1] == ("-m",) or words[:1] and words[0].endswith(".py") else words
+    return ("python", *words) if words[:1] == ("-m",) or (words[:1] and words[0].endswith(".py")) else words

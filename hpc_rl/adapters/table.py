@@ -8,7 +8,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from hpc_rl.adapters.adapter import Adapter
+from hpc_rl.adapters.nemo_rl import NEMO_RL
+from hpc_rl.adapters.openrlhf import OPENRLHF, OPENRLHF_TRAINERS
+from hpc_rl.adapters.prime_rl import PRIME_RL
 from hpc_rl.adapters.program import Program
+from hpc_rl.adapters.skyrl import SKYRL
 from hpc_rl.adapters.trainer import AXOLOTL, LLAMA_FACTORY, MS_SWIFT, TRANSFORMERS, TRL
 from hpc_rl.adapters.verl import VERL, VERL_SFT
 from hpc_rl.errors import UserError
@@ -26,6 +30,11 @@ ADAPTERS: Mapping[str, Adapter] = {
         TRANSFORMERS,
         VERL,
         VERL_SFT,
+        OPENRLHF,
+        OPENRLHF_TRAINERS,
+        NEMO_RL,
+        SKYRL,
+        PRIME_RL,
         GENERIC,
     )
 }

@@ -3,7 +3,8 @@
 Written for verl 0.9.1; its options and its V0 trainer are those of 0.6 and later. The SFT trainer has run here on two
 nodes with CPUs. The loop of V1 has run with stubs for its workers. V0 has not run.
 
-main_ppo, V1 (0.9 and later): `trainer.checkpoint_callback_class` (0.9.1) is our StopCallback, which calls the user's own.
+main_ppo, V1 (0.9 and later): `trainer.checkpoint_callback_class` (0.9.1) is our StopCallback, which calls
+the user's own.
 main_ppo, V0: it saves before a time that it takes from a variable of a cloud; inside, it saves for the stop file too.
 Another version ends after its next own checkpoint. The SFT trainer has neither, so it is changed inside.
 """
@@ -14,10 +15,11 @@ import contextlib
 import json
 import re
 import time
+from collections.abc import Mapping
 from pathlib import Path
 
 from hpc_rl.adapters.adapter import Adapter, Place, Progress
-from hpc_rl.adapters.hydra import given, missing, size_conflicts
+from hpc_rl.adapters.hydra import appended, given, size_conflicts
 from hpc_rl.adapters.prefixes import plain, plain_words
 from hpc_rl.adapters.program import Program
 from hpc_rl.adapters.saved import Checkpoint
@@ -29,14 +31,13 @@ SELDOM = 10**6
 """trainer.save_freq of a user who gave none: V0 saves at no time if it is -1, and at the last step otherwise."""
 SAVE_S = 120
 """trainer.esi_redundant_time: seconds for a checkpoint, besides the minute that V0 adds itself."""
-_FOLDER, _CALLBACK, _CPUS = (
-    "trainer.default_local_dir",
-    "trainer.checkpoint_callback_class",
-    "ray_kwargs.ray_init.num_cpus",
-)
+_FOLDER, _CALLBACK = "trainer.default_local_dir", "trainer.checkpoint_callback_class"
+_NODES, _GPUS, _CPUS = "trainer.nnodes", "trainer.n_gpus_per_node", "ray_kwargs.ray_init.num_cpus"
 _EXPIRY = "MLP_CURRENT_CAPACITY_BLOCK_EXPIRATION_TIMESTAMP"
 _TRACKER = "latest_checkpointed_iteration.txt"
-_RL = re.compile(r"verl\.trainer\.main_ppo(_sync)?|verl\.experimental\.\w+\.(main_ppo|fully_async_main)|recipe\..+\.main\w*")
+_RL = re.compile(
+    r"verl\.trainer\.main_ppo(_sync)?|verl\.experimental\.\w+\.(main_ppo|fully_async_main)|recipe\..+\.main\w*"
+)
 _SFT = re.compile(r"verl\.trainer\.(fsdp_)?sft_trainer")
 _TOTAL = re.compile(r"Total (?:training )?steps: (\d+)")
 _STEP = re.compile(r"\bstep:(\d+) - (.+)")
@@ -58,7 +59,7 @@ def _newest(program: Program, place: Place) -> Checkpoint | None:
 
 
 def _processes(path: Path) -> int:
-    """Return the number of processes that wrote a checkpoint of FSDP, which no other number can load; 0 for Megatron."""
+    """Return the number of processes that wrote a checkpoint of FSDP, and no other number loads; 0 for Megatron."""
     for part in (path, path / "actor"):
         with contextlib.suppress(OSError, ValueError, KeyError):
             return int(json.loads((part / "fsdp_config.json").read_text())["world_size"])
@@ -70,24 +71,26 @@ def _other_size(program: Program, place: Place) -> list[str]:
     if found is None or found.processes in (0, now) or given(program).get("trainer.resume_mode") == "disable":
         return []
     return [
-        f"{found.path} was written by {found.processes} GPUs, and FSDP of verl resumes it with as many only, but the job "
-        f"has {now}: submit it with the same number of nodes and GPUs"
+        f"{found.path} was written by {found.processes} GPUs, and FSDP of verl resumes it with as many only, but the "
+        f"job has {now}: submit it with the same number of nodes and GPUs"
     ]
+
+
+def _has_other_pools(own: Mapping[str, str]) -> bool:
+    """Return whether engines or reward models have GPUs of their own, so that trainer.nnodes is only a part of the job."""
+    return any(
+        re.search(r"rollout\.(nnodes|n_gpus_per_node)$", name)
+        or (name.endswith("enable_resource_pool") and value != "False")
+        for name, value in own.items()
+    )
 
 
 def _arguments(program: Program, place: Place) -> list[str]:
     own = given(program)
+    sizes = {} if _has_other_pools(own) else {_NODES: place.nodes, _GPUS: place.processes}
+    wanted = {_FOLDER: place.run.checkpoints, "trainer.save_freq": SELDOM, "trainer.esi_redundant_time": SAVE_S}
     return [
-        *missing(
-            program,
-            {
-                "trainer.nnodes": place.nodes,
-                "trainer.n_gpus_per_node": place.processes,
-                _FOLDER: place.run.checkpoints,
-                "trainer.save_freq": SELDOM,
-                "trainer.esi_redundant_time": SAVE_S,
-            },
-        ),
+        *appended(own, {**sizes, **wanted}),
         f"++{_CALLBACK}={CALLBACK}",
         *([f"{_CPUS}=null"] if own.get(_CPUS, "null") != "null" else []),  # Ray refuses it in a running cluster
     ]
@@ -135,7 +138,7 @@ VERL = Adapter(
     arguments=_arguments,
     environment=_environment,
     conflicts=lambda program, place: [
-        *size_conflicts(program, place, "trainer.nnodes", "trainer.n_gpus_per_node"),
+        *([] if _has_other_pools(own := given(program)) else size_conflicts(own, place, _NODES, _GPUS)),
         *_other_size(program, place),
     ],
     newest=_newest,
@@ -151,7 +154,7 @@ VERL_SFT = Adapter(
     saves=VERL.saves,
     is_hooked=True,
     output=_output,
-    arguments=lambda program, place: missing(program, {_FOLDER: place.run.checkpoints}),
+    arguments=lambda program, place: appended(given(program), {_FOLDER: place.run.checkpoints}),
     conflicts=_other_size,
     newest=_newest,
     progress=progress,

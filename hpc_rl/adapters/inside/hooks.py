@@ -22,6 +22,7 @@ HOOKS: Mapping[str, str] = {
     "openrlhf.trainer.dpo_trainer": "hpc_rl.adapters.inside.openrlhf",
     "openrlhf.trainer.rm_trainer": "hpc_rl.adapters.inside.openrlhf",
     "nemo_rl.utils.timer": "hpc_rl.adapters.inside.nemo_rl",
+    "nemo_rl.utils.logger": "hpc_rl.adapters.inside.nemo_rl",
     "skyrl.train.trainer": "hpc_rl.adapters.inside.skyrl",
     "skyrl.train.sft_trainer": "hpc_rl.adapters.inside.skyrl",
 }
