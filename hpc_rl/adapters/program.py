@@ -65,7 +65,7 @@ class Program:
         for number, word in enumerate(words):
             if flag := _FLAG.fullmatch(word):
                 name, value = flag[1].replace("-", "_"), flag[2]
-                following = words[number + 1] if number + 1 < len(words) else "--"
+                following = words[number + 1] if number + 1 < len(words) else "--end"
                 found[name] = (
                     value
                     if value is not None

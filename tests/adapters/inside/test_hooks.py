@@ -28,9 +28,7 @@ def test_a_hook_runs_after_the_module_and_once(tmp_path: Path) -> None:
     (tmp_path / "lib").mkdir()
     (tmp_path / "lib/__init__.py").write_text("")
     (tmp_path / "lib/core.py").write_text("value = 1\n")
-    (tmp_path / "hook.py").write_text(
-        "def attach(module):\n    print('attached', module.value)\n    module.value = 2\n"
-    )
+    (tmp_path / "hook.py").write_text("def attach(module):\n    print(module.value)\n    module.value = 2\n")
     code = (
         "from hpc_rl.adapters.inside import hooks; import sys\n"
         "sys.meta_path.insert(0, hooks.HookFinder({'lib.core': 'hook'}))\n"
