@@ -4,7 +4,7 @@ Written for the main branch of August 2026 (0.6). It has not run here: it needs 
 tested as they are in its repository. The script runs in the job's Python, of which Ray is started too: `uv run` is left
 out, and NEMO_RL_PY_EXECUTABLES_SYSTEM=1 in slurm.env has its workers use this Python as well, if it has their packages.
 
-It saves and ends by itself before `checkpointing.checkpoint_must_save_by`. Inside, this check also looks at the stop file.
+It saves and ends by itself before `checkpointing.checkpoint_must_save_by`. Inside, it looks at the stop file too.
 """
 
 from __future__ import annotations

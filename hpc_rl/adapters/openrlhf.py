@@ -1,6 +1,6 @@
 """OpenRLHF: PPO on Ray (`-m openrlhf.cli.train_ppo_ray`), and its SFT, DPO and reward model trainers under torchrun.
 
-Written for OpenRLHF 0.11.2, whose options have dots (`--actor.num_nodes`), and for the options before (`--actor_num_nodes`).
+Written for OpenRLHF 0.11.2, whose options have dots (`--actor.num_nodes`), and the options before (`--actor_num_nodes`).
 It has not run here: it needs DeepSpeed, vLLM and GPUs. Its options are checked against its own parser.
 
 OpenRLHF saves each --ckpt.save_steps and has no other means, so it is made to save inside, at the end of a step, and is
@@ -134,7 +134,7 @@ def _conflicts(program: Program, place: Place) -> list[str]:
     options, now, found = Options(program), place.nodes * place.processes, []
     if options.get("ckpt.disable_ds") is not None:
         found.append(
-            f"{options.name('ckpt.disable_ds')}: a run without these checkpoints cannot be resumed: leave it out"
+            f"{options.name('ckpt.disable_ds')}: without these checkpoints a run cannot be resumed; leave it out"
         )
     sized = Program((*program.words, *_sizes(program, place)), program.folder)
     if plain(program).module == _PPO and (needed := gpus_needed(sized)) > now:
@@ -146,8 +146,8 @@ def _conflicts(program: Program, place: Place) -> list[str]:
     newest = _newest(program, place)
     if newest is not None and newest.processes and newest.processes != _training_gpus(sized, now):
         found.append(
-            f"{newest.path} was written by {newest.processes} GPUs, and DeepSpeed resumes it with as many only; this job "
-            f"trains on {_training_gpus(sized, now)}: submit it with the same number of nodes and GPUs"
+            f"{newest.path} was written by {newest.processes} GPUs, and DeepSpeed resumes it with as many only; this "
+            f"job trains on {_training_gpus(sized, now)}: submit it with the same number of nodes and GPUs"
         )
     return found
 

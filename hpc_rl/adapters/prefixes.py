@@ -1,4 +1,4 @@
-"""What people type before a program: `uv run`, `ray job submit ... --`. A job has its Python and its Ray cluster already."""
+"""What people type before a program: `uv run`, `ray job submit ... --`. A job has its Python and its Ray."""
 
 from __future__ import annotations
 

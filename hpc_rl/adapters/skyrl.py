@@ -1,10 +1,10 @@
-"""SkyRL: reinforcement learning and SFT on Ray (`-m skyrl.train.entrypoints.main_base`, `-m skyrl.train.main_sft`, own mains).
+"""SkyRL: reinforcement learning and SFT on Ray (`-m skyrl.train.entrypoints.main_base`, `-m skyrl.train.main_sft`).
 
-Written for SkyRL 0.3.0; `skyrl_train`, its package until May 2026, has no callbacks and is not recognised. It has not run
-here: it needs GPUs. The hook is tested with its own callbacks.
+Written for SkyRL 0.3.0; `skyrl_train`, its package until May 2026, has no callbacks and is not recognised. It has not
+run here: it needs GPUs. The hook is tested with its own callbacks.
 
-Inside, its trainers get a TrainingCallback that saves when the run has to stop. RL then ends by itself; SFT is ended. Its
-fully asynchronous trainer has no callbacks: it ends after its next own checkpoint (trainer.ckpt_interval).
+Inside, its trainers get a TrainingCallback that saves when the run has to stop. RL then ends by itself; SFT is ended.
+Its fully asynchronous trainer has no callbacks: it ends after its next own checkpoint (trainer.ckpt_interval).
 """
 
 from __future__ import annotations
@@ -94,14 +94,14 @@ def _conflicts(program: Program, place: Place) -> list[str]:
     for name, value in _sizes(program, place).items():
         if name in own and own[name] != str(value) and not name.endswith("num_engines"):
             found.append(
-                f"{name}={own[name]}, but the job's number is {value}: leave the option out, which then follows the job, or "
-                "submit with another --nodes or --gpus-per-node"
+                f"{name}={own[name]}, but the job's number is {value}: leave the option out, which then follows the job, "
+                "or submit with another --nodes or --gpus-per-node"
             )
     newest, now = _newest(program, place), place.nodes * place.processes
     if newest is not None and newest.processes not in (0, now):
         found.append(
-            f"{newest.path} was written by {counted(newest.processes, 'GPU')}, and FSDP of SkyRL resumes it with as many "
-            f"only, but the job has {now}: submit it with the same number of nodes and GPUs"
+            f"{newest.path} was written by {counted(newest.processes, 'GPU')}, and FSDP of SkyRL resumes it with as "
+            f"many only, but the job has {now}: submit it with the same number of nodes and GPUs"
         )
     return found
 

@@ -77,12 +77,9 @@ def _other_size(program: Program, place: Place) -> list[str]:
 
 
 def _has_other_pools(own: Mapping[str, str]) -> bool:
-    """Return whether engines or reward models have GPUs of their own, so that trainer.nnodes is only a part of the job."""
-    return any(
-        re.search(r"rollout\.(nnodes|n_gpus_per_node)$", name)
-        or (name.endswith("enable_resource_pool") and value != "False")
-        for name, value in own.items()
-    )
+    """Return whether engines or reward models have GPUs of their own, besides those of trainer.nnodes."""
+    pools = any(name.endswith("enable_resource_pool") and value != "False" for name, value in own.items())
+    return pools or any(re.search(r"rollout\.(nnodes|n_gpus_per_node)$", name) for name in own)
 
 
 def _arguments(program: Program, place: Place) -> list[str]:

@@ -1,4 +1,4 @@
-"""verl's SFT trainer saves and ends after a step when the run has to stop, and does not train a finished run further."""
+"""verl's SFT trainer saves and ends after a step when the run has to stop, and does not continue a finished run."""
 
 from __future__ import annotations
 
