@@ -1,6 +1,6 @@
 """OpenRLHF: PPO on Ray (`-m openrlhf.cli.train_ppo_ray`), and its SFT, DPO and reward model trainers under torchrun.
 
-Written for OpenRLHF 0.11.2, whose options have dots (`--actor.num_nodes`), and the options before (`--actor_num_nodes`).
+Written for OpenRLHF 0.11.2, whose options have dots (`--actor.num_nodes`), and those before (`--actor_num_nodes`).
 It has not run here: it needs DeepSpeed, vLLM and GPUs. Its options are checked against its own parser.
 
 OpenRLHF saves each --ckpt.save_steps and has no other means, so it is made to save inside, at the end of a step, and is

@@ -2,8 +2,8 @@
 
 Written for the main branch of August 2026 (0.8.1.dev, with --resume). It has not run here: it needs GPUs.
 
-`rl`, `sft` and the other commands of prime-rl start their processes, or a job of Slurm, by themselves, without Ray, so they
-are refused with what works instead. The trainer has no means to save when it is asked: it ends after its next
+`rl`, `sft` and the other commands of prime-rl start their processes, or a job of Slurm, by themselves, without Ray, so
+they are refused with what works instead. The trainer has no means to save when it is asked: it ends after its next own
 checkpoint, of which [ckpt] interval sets the distance.
 """
 
@@ -68,9 +68,9 @@ def _conflicts(program: Program, _place: Place) -> list[str]:
     if found.module == TRAINER:
         return []
     return [
-        f"{found.module or found.name} of prime-rl starts its own processes, without Ray and torchrun of this job. What "
-        f"works in a job: SFT by `submit torchrun ... -- -m {TRAINER} @ FILE`; reinforcement learning by prime-rl's own "
-        "[slurm] settings, without hpc-rl; or slurm.adapter=none for a command that needs one node only"
+        f"{found.module or found.name} of prime-rl starts its own processes, without Ray and torchrun of this job. "
+        f"What works in a job: SFT by `submit torchrun ... -- -m {TRAINER} @ FILE`; reinforcement learning by prime-rl's "
+        "own [slurm] settings, without hpc-rl; or slurm.adapter=none for a command that needs one node only"
     ]
 
 

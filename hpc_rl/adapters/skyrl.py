@@ -94,7 +94,7 @@ def _conflicts(program: Program, place: Place) -> list[str]:
     for name, value in _sizes(program, place).items():
         if name in own and own[name] != str(value) and not name.endswith("num_engines"):
             found.append(
-                f"{name}={own[name]}, but the job's number is {value}: leave the option out, which then follows the job, "
+                f"{name}={own[name]}, but the job has {value}: leave the option out, which then follows the job, "
                 "or submit with another --nodes or --gpus-per-node"
             )
     newest, now = _newest(program, place), place.nodes * place.processes
