@@ -69,8 +69,8 @@ def _conflicts(program: Program, _place: Place) -> list[str]:
         return []
     return [
         f"{found.module or found.name} of prime-rl starts its own processes, without Ray and torchrun of this job. "
-        f"What works in a job: SFT by `submit torchrun ... -- -m {TRAINER} @ FILE`; reinforcement learning by prime-rl's "
-        "own [slurm] settings, without hpc-rl; or slurm.adapter=none for a command that needs one node only"
+        f"What works in a job: SFT by `submit torchrun ... -- -m {TRAINER} @ FILE`; reinforcement learning by "
+        "prime-rl's own [slurm] settings, without hpc-rl; or slurm.adapter=none for a command that needs one node only"
     ]
 
 

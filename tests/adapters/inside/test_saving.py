@@ -3,7 +3,7 @@
 import time
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 
@@ -26,7 +26,7 @@ def module_with(**members: Any) -> ModuleType:
 class Own:
     """A user's own callback of verl."""
 
-    steps: list[int] = []
+    steps: ClassVar[list[int]] = []
 
     def __init__(self, config: Any) -> None:
         self.config = config
