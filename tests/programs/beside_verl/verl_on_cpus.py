@@ -18,7 +18,13 @@ class Device(types.ModuleType):
     def __getattr__(self, name):
         if name.startswith("__"):
             raise AttributeError(name)
-        found = {"device_count": 1, "current_device": "cpu", "is_available": True, "mem_get_info": (2**30, 2**30)}
+        found = {
+            "device_count": 1,
+            "current_device": "cpu",
+            "get_device_name": "cpu",
+            "is_available": True,
+            "mem_get_info": (2**30, 2**30),
+        }
         if name in found:
             return lambda *_: found[name]
         if name.startswith(("memory_", "max_memory_")):
