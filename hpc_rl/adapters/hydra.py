@@ -12,11 +12,11 @@ from hpc_rl.formats.counted import counted
 def given(program: Program) -> Mapping[str, str]:
     """Return the options on the command line, and those of --config, or of Hydra's --config-path and --config-name."""
     options = program.options
-    found = dict(program.settings("config"))
+    found = [program.settings("config")]
     if name := options.get("config_name"):
         folder = program.folder / options.get("config_path", "")
-        found |= read_settings(folder / (name if name.endswith((".yaml", ".yml")) else f"{name}.yaml"))
-    return found | options
+        found.append(read_settings(folder / (name if name.endswith((".yaml", ".yml")) else f"{name}.yaml")))
+    return {key: value for settings in (*found, options) for key, value in settings.items()}
 
 
 def appended(own: Mapping[str, str], wanted: Mapping[str, object], prefix: str = "++") -> list[str]:

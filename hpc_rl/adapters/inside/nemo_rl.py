@@ -8,7 +8,6 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping
 from functools import wraps
-from types import ModuleType
 from typing import Any
 
 from hpc_rl.adapters.inside.asked import is_asked
@@ -18,12 +17,12 @@ _BEGAN = time.time()
 """When the program imported this: the limit that the adapter gives it counts from here, not from its first step."""
 
 
-def attach(module: ModuleType) -> None:
+def attach(module: Any) -> None:
     """Change the timer in nemo_rl.utils.timer, or print the steps that nemo_rl.utils.logger logs."""
     if "TimeoutChecker" in vars(module):
         _change_timer(module.TimeoutChecker)
     else:
-        _print_steps(module.Logger)  # type: ignore[attr-defined]
+        _print_steps(module.Logger)
 
 
 def _change_timer(checker: Any) -> None:

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 from functools import wraps
-from types import ModuleType
 from typing import Any
 
 from hpc_rl.adapters.inside.asked import is_asked
 from hpc_rl.adapters.step_line import step_line
 
 
-def attach(module: ModuleType) -> None:
+def attach(module: Any) -> None:
     """Give the callback to each trainer of skyrl.train.trainer, or of skyrl.train.sft_trainer."""
     events = {"on_step_end": _on_step_end, "on_save": _on_save, "on_log": _on_log}
-    callback = type("StopCallback", (module.TrainingCallback,), events)  # type: ignore[attr-defined]
+    callback = type("StopCallback", (module.TrainingCallback,), events)
     for name in ("RayPPOTrainer", "SFTTrainer"):
         if name in vars(module):
             _add(getattr(module, name), callback)
@@ -36,7 +35,7 @@ def _on_step_end(_callback: Any, _trainer: Any, _step: Any, control: Any) -> Non
 
 def _on_save(_callback: Any, trainer: Any, step: Any, _control: Any) -> None:
     """Make this step the last one. The SFT trainer has no such setting, and is ended from outside."""
-    settings = getattr(trainer.cfg, "trainer", None)
+    settings: Any = getattr(trainer.cfg, "trainer", None)
     if is_asked() and step.global_step < step.total_steps and hasattr(settings, "max_training_steps"):
         settings.max_training_steps = step.global_step
 

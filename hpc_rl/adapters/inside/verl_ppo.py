@@ -8,7 +8,6 @@ import time
 from collections.abc import Callable
 from functools import wraps
 from importlib import import_module
-from types import ModuleType
 from typing import Any
 
 from hpc_rl.adapters.inside.asked import is_asked
@@ -44,7 +43,7 @@ class StopCallback:
         self._config.trainer.save_freq = 1
 
 
-def attach(module: ModuleType) -> None:
+def attach(module: Any) -> None:
     """Have V0's check of its time, in verl.utils.checkpoint.checkpoint_manager, look at the stop file too."""
     if hasattr(module, "should_save_ckpt_esi"):
         module.should_save_ckpt_esi = _or_asked(module.should_save_ckpt_esi)

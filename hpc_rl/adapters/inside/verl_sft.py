@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from functools import wraps
 from importlib import import_module
-from types import ModuleType
 from typing import Any
 
 from hpc_rl.adapters.inside.agreement import Ranks
@@ -16,15 +15,15 @@ from hpc_rl.training.stopping import stopped_line
 _LOGGED = ("loss", "grad_norm", "lr")
 
 
-def attach(module: ModuleType) -> None:
+def attach(module: Any) -> None:
     """Follow the training that verl.utils.checkpoint.checkpoint_handler resumes."""
-    handler: Any = module.CheckpointHandler  # type: ignore[attr-defined]
+    handler: Any = module.CheckpointHandler
     load = handler.load_checkpoint
 
     @wraps(load)
     def load_checkpoint(self: Any) -> int:
         step: int = load(self)
-        if self.mode == module.OrchestrationMode.SPMD:  # type: ignore[attr-defined]
+        if self.mode == module.OrchestrationMode.SPMD:
             _Training(self, step).follow()
         return step
 
