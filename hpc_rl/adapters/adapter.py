@@ -33,6 +33,7 @@ class Progress:
     """A step that the output of a program reports."""
 
     step: int
+    """0 for a line that tells only the total."""
     total: int | None = None
     metrics: Mapping[str, float] = field(default_factory=dict)
     """Under our names (hpc_rl/tracking/metrics.py)."""
@@ -86,9 +87,11 @@ class Adapter:
     conflicts: Callable[[Program, Place], Sequence[str]] = _none
     """Returns sentences about options that contradict the job."""
     newest: Callable[[Program, Place], Checkpoint | None] = _no_checkpoint
-    """Returns its last complete checkpoint. A program with one, and without hooks, ends after its next checkpoint."""
+    """Returns its last complete checkpoint. When the run has to stop, the program ends after its next one."""
     progress: Callable[[str], Progress | None] = _no_progress
     """Reads a line of its log."""
+    stops: Callable[[str], bool] = lambda line: False
+    """Returns whether a line of its log tells that it saves, or has saved, because its own limit of time is near."""
 
     def folder(self, program: Program) -> Path | None:
         """Return the folder of its checkpoints."""

@@ -9,8 +9,13 @@ from collections.abc import Mapping
 
 from hpc_rl.adapters.adapter import Adapter
 from hpc_rl.adapters.loops import ACCELERATE, LIGHTNING, TORCHTITAN
+from hpc_rl.adapters.nemo_rl import NEMO_RL
+from hpc_rl.adapters.openrlhf import OPENRLHF, OPENRLHF_TRAINERS
+from hpc_rl.adapters.prime_rl import PRIME_RL
 from hpc_rl.adapters.program import Program
+from hpc_rl.adapters.skyrl import SKYRL
 from hpc_rl.adapters.trainer import AXOLOTL, LLAMA_FACTORY, MS_SWIFT, TRANSFORMERS, TRL
+from hpc_rl.adapters.verl import VERL, VERL_SFT
 from hpc_rl.errors import UserError
 
 AUTO, NONE = "auto", "none"
@@ -26,6 +31,13 @@ ADAPTERS: Mapping[str, Adapter] = {
         TRANSFORMERS,
         LIGHTNING,
         TORCHTITAN,
+        VERL,
+        VERL_SFT,
+        OPENRLHF,
+        OPENRLHF_TRAINERS,
+        NEMO_RL,
+        SKYRL,
+        PRIME_RL,
         ACCELERATE,
         GENERIC,
     )

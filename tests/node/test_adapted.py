@@ -2,6 +2,8 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
+import pytest
+
 from hpc_rl.adapters.adapter import Adapter, Place, Progress
 from hpc_rl.adapters.program import Program
 from hpc_rl.adapters.saved import Checkpoint
@@ -11,6 +13,7 @@ from hpc_rl.node import adapted
 from hpc_rl.node.adapted import AdaptedProgram
 from hpc_rl.run_dir import RunDir
 from hpc_rl.tracking.metrics import read_metrics
+from hpc_rl.training import stopping
 
 
 def newest(_program: Program, place: Place) -> Checkpoint | None:
@@ -115,3 +118,59 @@ def test_exit_codes(tmp_path: Path) -> None:
         log.write("step 10\n")
     assert job.program.exit_code(0) == 0  # it was the last step
     assert adapted.LOOK_S > 0
+
+
+def test_a_line_of_the_program_about_its_time_stops_the_run(tmp_path: Path) -> None:
+    job = Job(tmp_path, replace(SAVES, stops=lambda line: line == "time is over"))
+    job.save(3)
+    assert not job.must_end()
+    job.log.write_text("step 4\ntime is over\n")
+    assert not job.must_end() and job.run.stop.read_text() == "walltime\n"
+    job.save(4)
+    assert job.must_end() and job.program.exit_code(0) == EXIT_STOPPED
+
+
+def test_a_stop_before_a_step_that_does_not_fit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stopping, "SETTLE_S", 0.0)
+    timed = replace(SAVES, is_hooked=True, progress=lambda line: Progress(int(line), 9, {"timing_s/step": 100.0}))
+    job = Job(tmp_path, timed, left_s=120)
+    job.log.write_text("1\n")
+    assert not job.must_end() and not job.run.stop.exists()  # of the first step, the time is not known
+    job.log.write_text("1\n2\n")
+    assert not job.must_end() and job.run.stop.read_text() == "walltime\n"
+    plenty = Job(tmp_path / "plenty", timed, left_s=1000)
+    plenty.run.path.mkdir()
+    plenty.log.write_text("1\n2\n3\n")
+    assert not plenty.must_end() and not plenty.run.stop.exists()
+
+
+def test_a_program_that_saves_at_its_own_times_ends_at_the_last_that_fits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stopping, "SETTLE_S", 0.0)
+    job = Job(tmp_path, left_s=120)
+    job.program._last_saved_at -= 100
+    job.save(1)
+    assert not job.must_end() and not job.run.stop.exists()
+    assert not job.must_end() and job.run.stop.exists()  # another 100 s would be too long
+    job.save(2)
+    assert job.must_end()
+
+
+def test_a_program_with_hooks_has_time_to_end_by_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    job = Job(tmp_path, replace(SAVES, is_hooked=True))
+    assert not job.must_end()
+    job.run.stop.touch()
+    job.save(3)
+    assert not job.must_end()
+    monkeypatch.setattr(job.program, "_ends_at", 0.0)
+    assert job.must_end()
+
+
+def test_a_line_with_only_the_total(tmp_path: Path) -> None:
+    job = Job(tmp_path, replace(SAVES, progress=lambda line: Progress(0, 7) if line == "7" else Progress(7)))
+    job.log.write_text("7\nend\n")
+    job.run.stop.touch()
+    job.save(7)
+    assert job.program.exit_code(0) == 0  # it is complete
+    assert read_metrics(job.run.metrics)[0]["total_steps"] == 7

@@ -21,6 +21,16 @@ HOOKS: Mapping[str, str] = {
     "torchtitan.components.checkpointer.base": "hpc_rl.adapters.inside.torchtitan",
     "torchtitan.components.checkpoint": "hpc_rl.adapters.inside.torchtitan",
     "torchtitan.components.metrics": "hpc_rl.adapters.inside.torchtitan",
+    "verl.utils.checkpoint.checkpoint_manager": "hpc_rl.adapters.inside.verl_ppo",
+    "verl.utils.checkpoint.checkpoint_handler": "hpc_rl.adapters.inside.verl_sft",
+    "openrlhf.trainer.ppo_trainer": "hpc_rl.adapters.inside.openrlhf",
+    "openrlhf.trainer.sft_trainer": "hpc_rl.adapters.inside.openrlhf",
+    "openrlhf.trainer.dpo_trainer": "hpc_rl.adapters.inside.openrlhf",
+    "openrlhf.trainer.rm_trainer": "hpc_rl.adapters.inside.openrlhf",
+    "nemo_rl.utils.timer": "hpc_rl.adapters.inside.nemo_rl",
+    "nemo_rl.utils.logger": "hpc_rl.adapters.inside.nemo_rl",
+    "skyrl.train.trainer": "hpc_rl.adapters.inside.skyrl",
+    "skyrl.train.sft_trainer": "hpc_rl.adapters.inside.skyrl",
 }
 """Module of a library -> module of ours, whose function `attach(module)` runs after the library's module."""
 
