@@ -71,13 +71,14 @@ class LightningAdapter:
         if step == self._step:
             return
         self._step = step
-        if step % trainer.log_every_n_steps == 0:
-            self.training.log(renamed(trainer.callback_metrics, trainer.optimizers))
         total = trainer.estimated_stepping_batches
         is_near = trainer.is_last_batch or trainer.fit_loop.epoch_loop._should_check_val_fx(
             trainer.fit_loop._data_fetcher
         )
-        if not self.training.ends_step(step, int(total) if total < float("inf") else None, tests=is_near):
+        is_due = self.training.ends_step(step, int(total) if total < float("inf") else None, tests=is_near)
+        if step % trainer.log_every_n_steps == 0:
+            self.training.log(renamed(trainer.callback_metrics, trainer.optimizers))
+        if not is_due:
             return
         if is_near and not self._was_postponed:
             self._was_postponed, self.training.is_stopping = True, False
