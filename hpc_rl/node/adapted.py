@@ -20,7 +20,7 @@ from hpc_rl.liveness.walltime import RESERVE_S, WalltimeEnd, job_end
 from hpc_rl.node.rendezvous import Rendezvous
 from hpc_rl.run_dir import WALLTIME, RunDir, moved_end_file
 from hpc_rl.system.files import ATTEMPT, Follower
-from hpc_rl.tracking.metrics import MetricsFile
+from hpc_rl.tracking.metrics import MetricsFile, read_metrics
 from hpc_rl.training.stopping import Stopping
 
 GRACE_S = 30.0
@@ -87,10 +87,16 @@ class AdaptedProgram:
         """Return the exit code of the program: 75 if it has ended early because it was asked to, and has saved."""
         for line in self._log.new_lines():
             self._read(line)
-        is_complete = self._progress is not None and self._progress.step == self._total
         newest = self._adapter.newest(self._program, self._place)
         has_saved = self._place.run.stop.exists() and newest not in (None, self._first)
-        return EXIT_STOPPED if has_saved and code in (0, 1) and not is_complete else code
+        return EXIT_STOPPED if has_saved and code in (0, 1) and not self._is_complete() else code
+
+    def _is_complete(self) -> bool:
+        """Return whether the program has made its last step, as its log or the adapter inside it tells."""
+        if self._progress is not None:
+            return self._progress.step == self._total
+        last = next(iter(read_metrics(self._place.run.metrics)[-1:]), {})
+        return bool(last) and last["step"] == last["total_steps"]
 
     def _read(self, line: str) -> None:
         if self._adapter.stops(line):

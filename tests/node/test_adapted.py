@@ -12,7 +12,7 @@ from hpc_rl.errors import EXIT_STOPPED
 from hpc_rl.node import adapted
 from hpc_rl.node.adapted import AdaptedProgram
 from hpc_rl.run_dir import RunDir
-from hpc_rl.tracking.metrics import read_metrics
+from hpc_rl.tracking.metrics import MetricsFile, read_metrics
 from hpc_rl.training import stopping
 
 
@@ -174,3 +174,14 @@ def test_a_line_with_only_the_total(tmp_path: Path) -> None:
     job.save(7)
     assert job.program.exit_code(0) == 0  # it is complete
     assert read_metrics(job.run.metrics)[0]["total_steps"] == 7
+
+
+def test_the_last_step_of_a_program_with_hooks_is_no_early_end(tmp_path: Path) -> None:
+    job = Job(tmp_path, replace(SAVES, is_hooked=True, progress=GENERIC.progress))
+    job.run.stop.touch()
+    job.save(9)
+    metrics = MetricsFile(job.run.metrics)  # of the adapter inside it
+    metrics.write(9, 10, {"train/loss": 1.0})
+    assert job.program.exit_code(0) == EXIT_STOPPED
+    metrics.write(10, 10, {"train/loss": 1.0})
+    assert job.program.exit_code(0) == 0

@@ -26,11 +26,13 @@ class Waiting:
     path: Path | None = None
     passes = 0
     step = 0
-    saves = 0
+    """The last one that was logged."""
+    saved_step = 0
+    """The step of the checkpoint; the number of checkpoints so far, if none was logged."""
 
     def begin(self, path: Path) -> None:
         """Note that this rank has written its part."""
-        self.path, self.passes, self.saves = path, 0, self.saves + 1
+        self.path, self.passes, self.saved_step = path, 0, self.step or self.saved_step + 1
 
     def note_pass(self, processes: int) -> None:
         """Note that the training goes on, and record the checkpoint if it is complete."""
@@ -39,7 +41,7 @@ class Waiting:
         self.passes += 1
         is_whole = len(list(self.path.glob("random_states_*.pkl"))) == processes
         if self.passes > (1 if is_whole else LATER):
-            record_saved(run_of_process(), Checkpoint(self.step or self.saves, str(self.path.absolute()), processes))
+            record_saved(run_of_process(), Checkpoint(self.saved_step, str(self.path.absolute()), processes))
             self.path = None
 
 

@@ -5,6 +5,7 @@ states of the random numbers, and a resume fetches the batches again that have b
 from __future__ import annotations
 
 import time
+import warnings
 from collections.abc import Callable, Mapping
 from functools import wraps
 from importlib import import_module
@@ -178,6 +179,8 @@ def _callback_class(package: str) -> type:
     def load(_callback: Any, trainer: Any, _module: Any, checkpoint: Mapping[str, Any]) -> None:
         if (adapter := _own.get(id(trainer))) is not None and adapter.resumed is True:
             adapter.resumed = checkpoint.get(_KEY)
+            if adapter.resumed:
+                warnings.filterwarnings("ignore", "You're resuming from a checkpoint that ended before")
 
     methods: dict[str, Any] = {
         "on_train_batch_end": to("batch_ended"),
@@ -211,9 +214,10 @@ def _resumed(original: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(original)
     def resume_start(self: Any, path: Any = None, *arguments: Any, **named: Any) -> None:
         if (adapter := _own.get(id(self.trainer))) is None or (own := adapter.newest()) is None:
-            return original(self, path, *arguments, **named)
+            original(self, path, *arguments, **named)
+            return
         takes = signature(original).parameters
-        return original(self, own, **({"weights_only": False} if "weights_only" in takes else {}))
+        original(self, own, **({"weights_only": False} if "weights_only" in takes else {}))
 
     return resume_start
 
