@@ -40,7 +40,8 @@ settings = dict(max_epochs=3, accelerator="cpu", devices=1, logger=False, enable
     log_every_n_steps=1, enable_checkpointing=False) | eval(sys.argv[1])
 workers = settings.pop("workers", 0)
 trainer = L.Trainer(**settings)
-trainer.fit(Module(), DataLoader(data, batch_size=4, shuffle=True, num_workers=workers), DataLoader(data, batch_size=32))
+loader = DataLoader(data, batch_size=4, shuffle=True, num_workers=workers)
+trainer.fit(Module(), loader, DataLoader(data, batch_size=32))
 print("finished", trainer.global_step)
 """
 
@@ -53,7 +54,8 @@ def fit(folder: Path, settings: str, stop_at: int = -1) -> tuple[int, str]:
     path = os.pathsep.join([str(Path(on_path.__path__[0])), str(REPOSITORY)])
     done = subprocess.run(
         [python_of("trainers"), "program.py", settings],
-        cwd=folder, env=os.environ | own | {"PYTHONPATH": path}, capture_output=True, text=True, timeout=300, check=False,
+        cwd=folder, env=os.environ | own | {"PYTHONPATH": path},
+        capture_output=True, text=True, timeout=300, check=False,
     )  # fmt: skip
     return done.returncode, done.stdout + done.stderr
 
