@@ -52,6 +52,9 @@ class LightningAdapter:
         self._step = 0
         self._was_postponed = False
         self._testing_since = 0.0
+        self._trained: set[str] = set()
+        self._tested: set[str] = set()
+        """Names of what training and validation have measured. Lightning shows both, from then on."""
         self.resumed: Any = False
         """Whether the training resumes; the states in its checkpoint, from when it is loaded until the first batch."""
 
@@ -78,7 +81,8 @@ class LightningAdapter:
         )
         is_due = self.training.ends_step(step, int(total) if total < float("inf") else None, tests=is_near)
         if step % trainer.log_every_n_steps == 0:
-            self.training.log(renamed(trainer.callback_metrics, trainer.optimizers))
+            self._trained |= trainer.callback_metrics.keys() - self._tested
+            self.training.log(renamed(self._of(self._trained), trainer.optimizers))
         if not is_due:
             return
         if is_near and not self._was_postponed:
@@ -91,7 +95,12 @@ class LightningAdapter:
 
     def validation_ended(self) -> None:
         if not self._trainer.sanity_checking:
+            self._tested |= self._trainer.callback_metrics.keys() - self._trained
+            self.training.log(renamed(self._of(self._tested), ()))
             self.training.tested(time.monotonic() - self._testing_since)
+
+    def _of(self, names: set[str]) -> dict[str, Any]:
+        return {name: value for name, value in self._trainer.callback_metrics.items() if name in names}
 
     def states(self) -> list[Any]:
         """Return the random numbers of all ranks, at the start of the epoch's batches and now."""
