@@ -52,7 +52,7 @@ def are_equal_at_the_end(workspace: Workspace, run: str, whole: str) -> None:
 def test_the_walltime_and_a_stop_lose_nothing(workspace: Workspace, slurm_cluster: Cluster, program: str) -> None:
     whole, run = f"{program}-whole", f"{program}-held"
     submit(workspace, program, whole)
-    said = submit(workspace, program, run, "slurm.env.HOLD_AT_STEP=3\\,5")
+    said = submit(workspace, program, run, "slurm.env.HOLD_AT_STEP=3,5")
     assert "saves" in said
     workspace.wait_for_step(run, 3)
     signal_walltime(workspace, slurm_cluster, run)
@@ -70,7 +70,7 @@ def test_the_walltime_and_a_stop_lose_nothing(workspace: Workspace, slurm_cluste
 
 def test_a_loop_with_accelerate_ends_after_its_next_checkpoint(workspace: Workspace, slurm_cluster: Cluster) -> None:
     submit(workspace, "accelerate_loop", "loop-whole")
-    said = submit(workspace, "accelerate_loop", "loop", "slurm.env.HOLD_AT_STEP=3\\,7")
+    said = submit(workspace, "accelerate_loop", "loop", "slurm.env.HOLD_AT_STEP=3,7")
     assert "ends after the first one since it was asked" in said
     workspace.wait_for_step("loop", 3)
     workspace.ok("stop", "loop")
