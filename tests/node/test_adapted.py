@@ -88,8 +88,11 @@ def test_what_was_saved_before_counts_if_the_walltime_ends(tmp_path: Path) -> No
     assert late.must_end()
     again = Job(tmp_path, left_s=20, is_later=True)
     assert not again.must_end()  # this attempt has saved nothing: it would be queued again forever
-    early = Job(tmp_path, left_s=2000)
+    (tmp_path / "early").mkdir()
+    early = Job(tmp_path / "early", left_s=2000)
     early.save(5)
+    assert not early.must_end()
+    early.run.stop.touch()
     assert not early.must_end()
     hooked = Job(tmp_path, replace(SAVES, is_hooked=True), left_s=20)
     hooked.save(6)
