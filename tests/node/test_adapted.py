@@ -142,7 +142,7 @@ def test_a_stop_before_a_step_that_does_not_fit(tmp_path: Path, monkeypatch: pyt
     job.log.write_text("1\n2\n")
     assert not job.must_end() and job.run.stop.read_text() == "walltime\n"
     plenty = Job(tmp_path / "plenty", timed, left_s=1000)
-    plenty.run.path.mkdir()
+    plenty.run.path.mkdir(exist_ok=True)
     plenty.log.write_text("1\n2\n3\n")
     assert not plenty.must_end() and not plenty.run.stop.exists()
 
