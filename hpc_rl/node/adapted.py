@@ -129,7 +129,7 @@ class AdaptedProgram:
     def _is_saved(self, newest: Checkpoint | None) -> bool:
         """Return whether the program has saved since it was asked to stop, and does not end by itself."""
         if newest is None or newest == self._at_stop:
-            return self._is_late() and newest not in (None, self._first)
+            return newest not in (None, self._first) and self._is_late()
         if self._ends_at is None:
             self._ends_at = time.monotonic() + (GRACE_S if self._adapter.is_hooked else 0.0)
         if time.monotonic() < self._ends_at:

@@ -88,8 +88,11 @@ def test_what_was_saved_before_counts_if_the_walltime_ends(tmp_path: Path) -> No
     assert late.must_end()
     again = Job(tmp_path, left_s=20, is_later=True)
     assert not again.must_end()  # this attempt has saved nothing: it would be queued again forever
-    early = Job(tmp_path, left_s=2000)
+    (tmp_path / "early").mkdir()
+    early = Job(tmp_path / "early", left_s=2000)
     early.save(5)
+    assert not early.must_end()
+    early.run.stop.touch()
     assert not early.must_end()
     hooked = Job(tmp_path, replace(SAVES, is_hooked=True), left_s=20)
     hooked.save(6)
@@ -139,7 +142,7 @@ def test_a_stop_before_a_step_that_does_not_fit(tmp_path: Path, monkeypatch: pyt
     job.log.write_text("1\n2\n")
     assert not job.must_end() and job.run.stop.read_text() == "walltime\n"
     plenty = Job(tmp_path / "plenty", timed, left_s=1000)
-    plenty.run.path.mkdir()
+    plenty.run.path.mkdir(exist_ok=True)
     plenty.log.write_text("1\n2\n3\n")
     assert not plenty.must_end() and not plenty.run.stop.exists()
 

@@ -95,3 +95,15 @@ logger.log({"critic/score/mean": 0.5, "actor/lr": 1e-6, "timing_s/step": 2.0, "n
     found = [step for line in output_of("verl", code).splitlines() if (step := progress(line)) is not None]
     assert [step.step for step in found] == [12]
     assert replace(found[0]).metrics == {"critic/score/mean": 0.5, "actor/lr": 1e-6, "timing_s/step": 2.0, "n": 3.0}
+
+
+def test_the_loop_of_v1_saves_once_and_returns(tmp_path: Path) -> None:
+    program, place = Program(("python", "-m", "verl.trainer.main_ppo")), Place(RunDir(tmp_path))
+    script = Path(__file__).parent / "beside_verl/v1_fit.py"
+    code = f"import runpy; runpy.run_path({str(script)!r}, run_name='__main__')"
+    printed = output_of("verl", code, str(tmp_path), *VERL.arguments(program, place), HPC_RL_RUN_DIR=str(tmp_path))
+    steps = [step.step for line in printed.splitlines() if (step := progress(line)) is not None and step.step]
+    newest = VERL.newest(program, place)
+    assert newest is not None and 3 < newest.step < 20
+    assert steps == list(range(1, newest.step + 1)) and f"stopped after step {newest.step}: checkpoint" in printed
+    assert len(list((tmp_path / "checkpoints").glob("global_step_*"))) == 1 and "fit returned" in printed

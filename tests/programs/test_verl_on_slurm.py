@@ -64,8 +64,7 @@ def signal_walltime(workspace: Workspace, cluster: Cluster, run: str) -> None:
 
 def test_the_walltime_and_a_stop_lose_nothing(workspace: Workspace, slurm_cluster: Cluster) -> None:
     whole, held = (
-        submit(workspace, run, *options)
-        for run, options in (("whole", ()), ("held", ("slurm.env.HOLD_AT_STEP=2\\,4",)))
+        submit(workspace, run, *options) for run, options in (("whole", ()), ("held", ("slurm.env.HOLD_AT_STEP=2,4",)))
     )
     assert whole.returncode == held.returncode == 0, whole.stderr + held.stderr
     assert "verl's SFT trainer: saves before the walltime ends" in held.stderr
