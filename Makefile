@@ -14,6 +14,7 @@
 # make test-sglang-api   SGLang's HTTP API in its newest wheel, which is downloaded (40 MB; no GPU)
 # make test-peft   exported adapters loaded by peft, which is downloaded for the test
 # make test-triton   kernels of Liger and flash-linear-attention in Triton's interpreter, which are downloaded for the test
+# make test-programs   other people's training programs, downloaded (3 GB): their own functions, and jobs on real nodes
 # make models-table   the table of docs/models.md: every family of models and what was tried with it
 # make bench   the measurements of docs/benchmarks.md
 # make bench-scale   the measurements of docs/scale.md, with stand-ins for many nodes
@@ -30,7 +31,7 @@ export WANDB_MODE ?= offline
 # Hundreds of processes start, and each would compile its modules again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo demo-pipeline demo-tools test test-long test-large test-faults test-security test-pipelines test-lowest test-newest test-slurm-new test-vllm-api test-sglang-api test-peft test-qlora test-torchao test-triton test-gpu models-table lint bench bench-scale docs clean
+.PHONY: demo demo-pipeline demo-tools test test-long test-large test-faults test-security test-pipelines test-lowest test-newest test-slurm-new test-vllm-api test-sglang-api test-peft test-qlora test-torchao test-triton test-programs test-gpu models-table lint bench bench-scale docs clean
 
 demo: .venv/train
 	$(BIN)/python -m tests.demo
@@ -121,6 +122,11 @@ test-torchao: .venv/test
 	$(BIN)/pip install --quiet --no-deps --upgrade --target build/torchao 'torchao>=0.18,<0.19'
 	PYTHONPATH=$(CURDIR)/build/torchao $(BIN)/python -m pytest tests/training/test_eight_bit.py tests/rl/runs/test_eight_bit.py
 
+# PROGRAMS="verl openrlhf" installs and tests a part of the table in .ci/test-programs.
+test-programs: .venv/test
+	.ci/install-slurm
+	.ci/test-programs $(BIN)/python $(PROGRAMS)
+
 # These kernels are for GPUs. Triton's interpreter computes what they contain with numpy.
 test-triton: .venv/test
 	$(BIN)/pip install --quiet --no-deps --upgrade --target build/triton 'liger-kernel>=0.8' 'flash-linear-attention>=0.6' fla-core triton
@@ -183,7 +189,7 @@ docs: .venv-docs
 	touch $@
 
 clean:
-	rm -rf .venv .venv-docs .venv-gpu build/docs build/versions demo
+	rm -rf .venv .venv-docs .venv-gpu build/docs build/programs build/versions demo
 
 # torch comes first: what depends on it is then content with this build. Compiling every module to bytecode would take
 # most of the time; the first import compiles what is used, unless the environment forbids it.

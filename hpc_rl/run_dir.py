@@ -104,6 +104,11 @@ class RunDir:
         return self.path / "metrics.jsonl"
 
     @property
+    def saved(self) -> Path:
+        """saved.jsonl: the checkpoints that a program of the user's has completed; see `hpc_rl.adapters.saved`."""
+        return self.path / "saved.jsonl"
+
+    @property
     def samples(self) -> Path:
         """samples.jsonl: prompts, responses and scores of training and validation."""
         return self.path / "samples.jsonl"

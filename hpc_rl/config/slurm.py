@@ -87,6 +87,9 @@ class SlurmConfig(Section):
     warning_s: int = Field(180, ge=1, le=65535)
     """Seconds before the end of the walltime at which the run is told to save; it is then queued again. Slurm may send
     the warning up to a minute early. A run whose steps and checkpoints have taken longer saves earlier by itself."""
+    adapter: Line = "auto"
+    """How your own program is asked to save and is resumed (`submit torchrun`, `submit ray`): a row of the table in
+    docs/other-programs.md. auto: from its command line. none: the program looks for the stop file itself."""
     requeue: bool = True
     """Queue the job again after it reached its walltime, was preempted, hung once, or lost a node."""
     max_node_failures: int = Field(3, ge=0)

@@ -117,6 +117,8 @@ def add_common_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--hang-timeout", type=float, default=0, help="seconds that a process may be silent (default: no limit)"
     )
+    parser.add_argument("--adapter", default="generic", help="row of ADAPTERS for the program (default: %(default)s)")
+    parser.add_argument("--warning", type=float, default=0, help="seconds before the end of the walltime to save by")
     parser.add_argument("--interface", help="network interface between the nodes (default: from the routing table)")
 
 

@@ -16,14 +16,15 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from hpc_rl.errors import RunError, UserError
+from hpc_rl.errors import EXIT_STOPPED, RunError, UserError
 from hpc_rl.liveness.heartbeat import ENV_HEARTBEATS, HEARTBEATS
+from hpc_rl.node.adapted import AdaptedProgram, adapted
 from hpc_rl.node.causes import End
 from hpc_rl.node.ending import leave, print_cause, settle
 from hpc_rl.node.entry import add_common_options, repaired, run_with_others, worker_defaults
 from hpc_rl.node.hangs.watch import HangWatch, WatchedNode, watching
 from hpc_rl.node.network import choose_address, free_port
-from hpc_rl.node.peers import Peers, coordinate, join
+from hpc_rl.node.peers import Coordinator, Peers, coordinate, join
 from hpc_rl.node.rank import ENV_NODE_RANK, ENV_NODES
 from hpc_rl.node.rank_ends import log_path, node_end
 from hpc_rl.node.rendezvous import POLL_S, Rendezvous, WaitMessages, named
@@ -50,9 +51,10 @@ def _take_part(allocation: Allocation, rendezvous: Rendezvous, options: argparse
     with job_scratch(os.environ, allocation.job_id, rendezvous.attempt_dir, rank) as scratch:
         interface, peers, place = _meet(allocation, rendezvous, options, scratch)
         inherited = repaired(os.environ, options.device, interface, allocation, place["MASTER_ADDR"])
-        environ = process_environment(inherited, allocation, options, interface, scratch) | place
-        command = torchrun_command(allocation, processes, str(scratch), options.program)
         shown = ShownLog(log_path(rendezvous.attempt_dir, 0, 0), "rank 0")
+        program = adapted(options, rendezvous, shown.path)
+        environ = program.environment(process_environment(inherited, allocation, options, interface, scratch)) | place
+        command = torchrun_command(allocation, processes, str(scratch), program.words)
         watched = WatchedNode(rendezvous.attempt_dir, rendezvous.nodes, rank, scratch / HEARTBEATS, options.device)
         with open_to_append(rendezvous.log(rank)) as log:
             asked_to_end = handle_signals(rendezvous)
@@ -60,7 +62,7 @@ def _take_part(allocation: Allocation, rendezvous: Rendezvous, options: argparse
             try:
                 end_when(asked_to_end, child)
                 with watching(watched, options.hang_timeout) as hangs:
-                    _supervise(child, peers, shown if rank == 0 else None, options.start_timeout, hangs)
+                    _supervise(child, peers, (shown, program) if rank == 0 else None, options.start_timeout, hangs)
                 was_asked = asked_to_end.is_set() or child.poll() is None
             except UserError:
                 if rank == 0:
@@ -71,9 +73,13 @@ def _take_part(allocation: Allocation, rendezvous: Rendezvous, options: argparse
                 end_descendants()
     if hangs.concluded():
         own = End(rank, RunError.exit_code)  # the reason has been printed
+    elif program.has_saved:
+        own = End(rank, EXIT_STOPPED)
     else:
         ranks = range(rank * processes, (rank + 1) * processes)
         own = node_end(rendezvous.attempt_dir, allocation.node, rank, ranks, child.returncode, was_asked)
+        if rank == 0 and program.exit_code(own.exit_code) == EXIT_STOPPED:
+            own = End(rank, EXIT_STOPPED)
     code = settle(peers, own, asked_to_end, shown.end if rank == 0 else print_cause)
     leave(peers, asked_to_end)
     return code
@@ -157,21 +163,31 @@ def _meet(
 
 
 def _supervise(
-    child: subprocess.Popen[bytes], peers: Peers, shown: ShownLog | None, start_timeout: float, hangs: HangWatch
+    child: subprocess.Popen[bytes],
+    peers: Peers,
+    leading: tuple[ShownLog, AdaptedProgram] | None,
+    start_timeout: float,
+    hangs: HangWatch,
 ) -> None:
-    """Wait until torchrun ends, hangs, or this node has to end it. Node 0 shows rank 0's log and checks that all nodes
-    start.
+    """Wait until torchrun ends, hangs, or this node has to end it.
+
+    Args:
+        leading: on node 0, which shows rank 0's log, ends a program that has saved, and checks that all nodes start.
 
     Raises:
         UserError: some nodes have not started in time.
     """
     rendezvous, deadline = peers.rendezvous, time.monotonic() + start_timeout
-    missing, progress = rendezvous.missing() if shown else [], WaitMessages()
+    missing, progress = rendezvous.missing() if leading else [], WaitMessages()
     while child.poll() is None and not peers.must_end and not hangs.found:
         time.sleep(POLL_S)
         peers.poll()
-        if shown:
+        if leading:
+            shown, program = leading
             shown.show()
+            if program.must_end() and isinstance(peers, Coordinator):
+                peers.ask_to_end()
+                return
         missing = missing and rendezvous.missing()
         if missing:
             progress.show(rendezvous.attendance)

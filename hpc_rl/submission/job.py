@@ -4,8 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 
+from hpc_rl.adapters.adapter import Adapter
+from hpc_rl.adapters.program import Program
+from hpc_rl.adapters.table import choose
 from hpc_rl.config.compose import dump
 from hpc_rl.config.job import JobConfig
 from hpc_rl.config.kinds import KINDS, JobKind
@@ -87,6 +91,20 @@ class Job:
         trainer = self.config.trainer
         unit = "GPU" if trainer.uses_gpus else "CPU process"
         return f"{counted(trainer.nnodes, 'node')} x {counted(trainer.n_gpus_per_node, unit)}"
+
+    @cached_property
+    def adapted(self) -> Program:
+        """The user's own program."""
+        return Program(self.program, self.working_dir)
+
+    @cached_property
+    def adapter(self) -> Adapter:
+        """How the user's own program is saved and resumed.
+
+        Raises:
+            UserError: slurm.adapter names no adapter for it.
+        """
+        return choose(self.config.slurm.adapter, self.kind, self.adapted)
 
     @property
     def row(self) -> JobKind:

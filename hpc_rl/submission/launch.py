@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
+from hpc_rl.adapters.table import description
 from hpc_rl.config.kinds import KINDS
 from hpc_rl.submission import queue
 from hpc_rl.submission.job import Job
@@ -41,6 +42,8 @@ def prepare(request: JobRequest, note: Note) -> tuple[Job, str]:
         check_local(job)
     script = render(job)
     notes = notes_on([job], request.local)
+    if job.row.takes_program:
+        notes.append(description(job.adapter, job.adapted))
     if not request.local:
         found = plan_of_job(job)
         notes += rows_notes(job, found)

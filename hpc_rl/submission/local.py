@@ -133,7 +133,7 @@ def node_command(job: Job, attempt: Path) -> list[str]:
         interpreter = [] if job.row.node_entry == "hpc_rl.node.torchrun" else [python]
         settings = str(attempt / job.run_dir.config.name)
         program = [*interpreter, "-P", *job.row.trainer_command, "--config", settings]
-    options = node_options(job.config, local=True)
+    options = node_options(job, local=True)
     return [*inside, python, "-P", "-m", job.row.node_entry, *options, *(["--", *program] if program else [])]
 
 

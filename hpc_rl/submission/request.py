@@ -10,6 +10,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from hpc_rl.adapters.launchers import without_launcher
+from hpc_rl.adapters.program import Program
+from hpc_rl.adapters.table import choose
 from hpc_rl.config.compose import FillIn, compose, load_config
 from hpc_rl.config.job import JobConfig
 from hpc_rl.config.kinds import KINDS
@@ -115,7 +118,7 @@ def job_of(request: JobRequest, config: JobConfig, taken: frozenset[str], device
         devices: what was chosen by the hardware of the nodes.
 
     Raises:
-        UserError: its name is invalid, or the job to wait for does not exist.
+        UserError: its name is invalid, the job to wait for does not exist, or slurm.adapter is not for its program.
     """
     name = config.slurm.job_name
     if name is not None and not _NAME.fullmatch(name):
@@ -130,8 +133,12 @@ def job_of(request: JobRequest, config: JobConfig, taken: frozenset[str], device
         stem, is_named, config = f"{stem}-test", False, config.updated("slurm.job_name", None)
     path = typed_run_dir(request) or ROOT / (stem if is_named else free_name(stem, taken))
     run_dir = RunDir(_possible(path.absolute()))
+    typed = Program(request.program)
+    if request.kind == "torchrun":
+        typed = without_launcher(typed)
+    adapter = choose(config.slurm.adapter, request.kind, typed)
     return Job(
-        request.kind, config, run_dir, Path.cwd(), request.program, after, request.command, is_named,
+        request.kind, config, run_dir, Path.cwd(), tuple(adapter.command(typed)), after, request.command, is_named,
         nodes=devices.nodes, note=devices.note,
     )  # fmt: skip
 

@@ -122,6 +122,10 @@ class Stopping:
         )
         return True
 
+    def has_time(self, work_s: float) -> bool:
+        """Return whether the walltime suffices for this work, as estimated, and for saving after it."""
+        return self._left_s() >= self._needed_s(work_s)
+
     def is_in_vain(self) -> bool:
         """Return whether the walltime ends before the first step of this attempt is done."""
         if self.made_a_step or not self._run.stop.exists():

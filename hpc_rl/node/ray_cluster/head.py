@@ -7,12 +7,12 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from hpc_rl.errors import EXIT_BAD_INPUT, EXIT_STOPPED
 from hpc_rl.formats.counted import counted
+from hpc_rl.node.adapted import AdaptedProgram
 from hpc_rl.node.causes import TERMINATED, End, Kind
 from hpc_rl.node.entry import print_error
 from hpc_rl.node.peers import Coordinator
@@ -30,6 +30,7 @@ SETTLE_S = 1.0
 """How long node 0 looks for a failure of Ray before it takes that of the driver for the cause."""
 DRIVER_GRACE_S = 2.0
 TIMELINE_TIMEOUT_S = 60
+DRIVER_LOG = "node0-driver.log"
 DRIVER = "the driver"
 """Its name in messages."""
 
@@ -38,7 +39,7 @@ DRIVER = "the driver"
 class Driver:
     """The user's program and its settings."""
 
-    program: Sequence[str]
+    program: AdaptedProgram
     environ: dict[str, str]
     """Variables that it shares with Ray's own processes."""
     timeline: Path | None
@@ -59,7 +60,7 @@ class Head:
         self._began = time.monotonic()
         self._start_timeout_s = start_timeout_s
         self._child: subprocess.Popen[bytes] | None = None
-        self._shown = ShownLog(watch.rendezvous.attempt_dir / "node0-driver.log", DRIVER)
+        self._shown = ShownLog(watch.rendezvous.attempt_dir / DRIVER_LOG, DRIVER)
         make_token(layout.token)
 
     def run(self) -> End:
@@ -109,15 +110,16 @@ class Head:
         environ = driver_environment(self._driver.environ, gcs_address, Path(sys.executable))
         with open_to_append(self._shown.path) as log:
             try:
-                self._child = child = start(self._driver.program, environ, log)
+                self._child = child = start(self._driver.program.words, environ, log)
             except OSError as error:
-                program = self._driver.program[0]
+                command = self._driver.program.words[0]
                 raise JobEnd(
                     EXIT_BAD_INPUT,
-                    f"program {program} cannot be started on node {self._watch.rendezvous.node}: {error.strerror}",
+                    f"program {command} cannot be started on node {self._watch.rendezvous.node}: {error.strerror}",
                 ) from error
-        self._watch.until(lambda: child.poll() is not None, self._check)
-        code = shell_code(child.returncode)
+        program = self._driver.program
+        self._watch.until(lambda: child.poll() is not None or program.must_end(), self._check)
+        code = EXIT_STOPPED if program.has_saved else program.exit_code(shell_code(child.returncode))
         if code in (0, EXIT_BAD_INPUT, EXIT_STOPPED):
             return End(0, code, process=DRIVER)
         settled = time.monotonic() + SETTLE_S

@@ -17,13 +17,14 @@ from pathlib import Path
 
 from hpc_rl.errors import RunError
 from hpc_rl.liveness.heartbeat import ENV_HEARTBEATS
+from hpc_rl.node.adapted import adapted
 from hpc_rl.node.causes import End
 from hpc_rl.node.ending import leave, settle
 from hpc_rl.node.entry import add_common_options, run_with_others
 from hpc_rl.node.hangs.watch import WatchedNode, watching
 from hpc_rl.node.peers import Peers, coordinate, join
 from hpc_rl.node.ray_cluster.environment import ray_environment
-from hpc_rl.node.ray_cluster.head import Driver, Head
+from hpc_rl.node.ray_cluster.head import DRIVER_LOG, Driver, Head
 from hpc_rl.node.ray_cluster.layout import NodeLayout, prepared_layout
 from hpc_rl.node.ray_cluster.limits import raise_file_limit
 from hpc_rl.node.ray_cluster.member import Member
@@ -63,8 +64,9 @@ def _take_part(
     layout: NodeLayout, rendezvous: Rendezvous, asked_to_end: threading.Event, options: argparse.Namespace
 ) -> tuple[Peers, int]:
     """Run this node's Ray to the end, and return the job's exit code."""
-    environ = layout.environment(options)
     rank, attempt_dir = rendezvous.node_rank, rendezvous.attempt_dir
+    program = adapted(options, rendezvous, attempt_dir / DRIVER_LOG)
+    environ = program.environment(layout.environment(options))
     with open_to_append(rendezvous.log(rank)) as log:
         ray = RayProcess(ray_environment(environ), log, options.start_timeout)
         try:
@@ -73,7 +75,7 @@ def _take_part(
                 if layout.allocation.is_head:
                     leading = coordinate(rendezvous, layout.address, layout.ports.roll_call)
                     peers: Peers = leading
-                    driver = Driver(options.program, environ, options.timeline, options.dashboard)
+                    driver = Driver(program, environ, options.timeline, options.dashboard)
                     watch = Watch(peers, ray, asked_to_end, hangs)
                     part: Head | Member = Head(watch, leading, layout, driver, options.start_timeout)
                 else:

@@ -8,6 +8,7 @@ import re
 import sys
 from collections.abc import Callable, Hashable, Iterator
 
+from hpc_rl.adapters.adapter import Place
 from hpc_rl.config.job import JobConfig
 from hpc_rl.config.ray import RayJobConfig
 from hpc_rl.config.rl.generate import GenerateConfig
@@ -60,6 +61,7 @@ from hpc_rl.submission.preflight.model_rules import rules_for
 from hpc_rl.submission.preflight.partition import check_partition, partition_request
 from hpc_rl.submission.preflight.program import (
     check_agent,
+    check_conflicts,
     check_packages,
     check_ray_program,
     check_requirements,
@@ -167,6 +169,8 @@ def packages(job: Job) -> Iterator[Question]:
     if has_unknown_python(config):
         return
     yield check_packages, slurm.python, job.row.needs, job.kind
+    if job.row.takes_program and (package := job.adapter.package) is not None:
+        yield check_packages, slurm.python, (package,), job.adapter.title, None
     if isinstance(config, PpoConfig) and (file := config.carrier_spec.requirements) is not None:
         yield check_requirements, slurm.python, file
     for package, purpose in _further_packages(config):
@@ -289,6 +293,14 @@ def program(job: Job) -> Iterator[Question]:
         yield PROGRAMS[job.row.node_entry], job.program
 
 
+def adapter(job: Job) -> Iterator[Question]:
+    """Ask whether the program's own options agree with the job."""
+    if job.row.takes_program:
+        trainer = job.config.trainer
+        place = Place(job.run_dir, trainer.nnodes, trainer.n_gpus_per_node)
+        yield check_conflicts, tuple(job.adapter.conflicts(job.adapted, place))
+
+
 def partition(job: Job) -> Iterator[Question]:
     """Ask whether the partition has enough nodes, and time, for the job."""
     if ask := partition_request(job.config):
@@ -297,7 +309,8 @@ def partition(job: Job) -> Iterator[Question]:
 
 def shared(job: Job) -> Iterator[Question]:
     """Ask whether the nodes see the folders of the job."""
-    yield check_shared, job.run_dir.path, job.working_dir, job.nodes
+    output = job.adapter.folder(job.adapted) if job.row.takes_program else None
+    yield check_shared, job.run_dir.path, job.working_dir, job.nodes, output
 
 
 def locks(job: Job) -> Iterator[Question]:
@@ -322,6 +335,7 @@ CHECKS: tuple[Callable[[Job], Iterator[Question]], ...] = (
     reward,
     environment,
     agent,
+    adapter,
     program,
 )
 """The checks of every job; `partition` is added for jobs that are queued."""

@@ -47,13 +47,20 @@ def check_run_dir(path: Path, group: str | None = None) -> str | None:
     return f"run directory {path}: {space}, which is little for a job" if space.problem else None
 
 
-def check_shared(run_dir: Path, working_dir: Path, nodes: commands.NodeListing) -> str | None:
+def check_shared(
+    run_dir: Path, working_dir: Path, nodes: commands.NodeListing, output: Path | None = None
+) -> str | None:
     """Return a warning if a folder looks like one of this machine alone, on which no jobs run.
 
     It is no error, because the machine may export its disk to the nodes.
+
+    Args:
+        output: folder to which the user's program saves.
     """
     inside = run_dir.is_relative_to(working_dir) and own_disk(run_dir) == own_disk(working_dir)
     asked = [("folder", working_dir)] if inside else [("run directory", run_dir), ("folder", working_dir)]
+    if output is not None and own_disk(output) not in (own_disk(path) for _, path in asked):
+        asked.append(("the program's output folder", output))
     places = {f"{what} {path}": own_disk(path) for what, path in asked}
     found = {what: place for what, place in places.items() if place}
     with contextlib.suppress(commands.NoAnswer):

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 
+from hpc_rl.adapters.program import Program
 from hpc_rl.config.job import JobConfig
 from hpc_rl.errors import UserError
 from hpc_rl.software.installation import install_command
@@ -107,13 +108,17 @@ def check_torchrun_program(program: tuple[str, ...]) -> None:
     """Check the program of `submit torchrun -- ...`: a script, or -m and a module."""
     if not program:
         raise UserError("no program given: hpc-rl submit torchrun --nodes 2 -- train.py --lr 1e-4")
+    program = Program(program).command
     if program[0] == "-m":
         if len(program) < 2:
             raise UserError("-m needs the name of a module: hpc-rl submit torchrun -- -m my.module")
         refuse_foreign("the folder in which -m looks for modules", Path.cwd())
         return
-    if re.fullmatch(r"(.*/)?(python[\d.]*|torchrun|accelerate)", program[0]):
-        raise UserError(f"leave out {program[0]}: the job starts torchrun itself; write -- train.py --lr 1e-4")
+    if program[0].endswith((".sh", ".bash")):
+        raise UserError(
+            f"{program[0]} is a shell script, and the job starts the ranks itself: write the Python program that the "
+            "script starts, such as -- train.py --lr 1e-4 or -- -m torchtitan.train --module llama3 --config NAME"
+        )
     if not Path(program[0]).is_file():
         raise UserError(f"program {program[0]}: no such file in {Path.cwd()}")
     _refuse_foreign_program("program", program[0])
@@ -126,6 +131,12 @@ def check_ray_program(program: tuple[str, ...]) -> str | None:
     if program[0].endswith(".py") and not os.access(program[0], os.X_OK):
         raise UserError(f"program {program[0]} is not executable: write -- python {shlex.join(program)}")
     return _check_command("program", program)
+
+
+def check_conflicts(found: tuple[str, ...]) -> None:
+    """Refuse options of a program that contradict the job."""
+    if found:
+        raise UserError("\n".join(found))
 
 
 def check_agent(command: tuple[str, ...]) -> str | None:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from hpc_rl import __version__
+from hpc_rl.adapters.table import GENERIC, description
 from hpc_rl.config.job import JobConfig
 from hpc_rl.config.ray import RayJobConfig
 from hpc_rl.config.slurm import SlurmConfig
@@ -207,8 +208,9 @@ def _values(job: Job) -> dict[str, Any]:
         "requeue": config.slurm.requeue,
         "max_node_failures": config.slurm.max_node_failures,
         "support_sum": _sum(support_text()),
-        "node_options": " ".join(map(bash_word, node_options(config))),
+        "node_options": " ".join(map(bash_word, node_options(job))),
         "program": program_text(job),
+        "adapted": description(job.adapter, job.adapted) if job.adapter is not GENERIC else "",
     }
 
 
@@ -249,17 +251,20 @@ def _end_mark(text: str | None) -> str:
     return f"END_OF_CONTAINER_{_sum(text or '')[:8]}"
 
 
-def node_options(config: JobConfig, local: bool = False) -> list[str]:
+def node_options(job: Job, local: bool = False) -> list[str]:
     """Return the arguments of the node entry.
 
     Args:
         local: all nodes are this machine, which may lack the cluster's network.
     """
+    config = job.config
     _, timeout = _start_timeout_of(config)
     options = ["--processes", str(config.trainer.n_gpus_per_node), "--device", config.trainer.computes_on]
     options += ["--start-timeout", str(timeout)]
     if config.hang_timeout_s:
         options += ["--hang-timeout", f"{config.hang_timeout_s:g}"]
+    if job.adapter is not GENERIC:
+        options += ["--adapter", job.adapter.name, "--warning", str(config.slurm.warning_s)]
     if config.slurm.interface and not local:
         options += ["--interface", config.slurm.interface]
     return options + (_ray_options(config) if isinstance(config, RayJobConfig) else [])

@@ -1,0 +1,99 @@
+"""What an adapter is: how a program of the user is recognised, asked to save, resumed, and read."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+from hpc_rl.adapters.program import Program
+from hpc_rl.adapters.saved import Checkpoint
+from hpc_rl.run_dir import RunDir
+
+
+@dataclass(frozen=True)
+class Place:
+    """The job in which a program runs."""
+
+    run: RunDir
+    nodes: int = 1
+    processes: int = 1
+    """Of each node: one for each GPU."""
+    seconds: float | None = None
+    """From now until the program should have saved, with slurm.warning_s left; None if there is no limit."""
+    is_later: bool = False
+    """Whether an earlier attempt of the run may have saved."""
+    began: float = 0.0
+    """Unix time of the run's first attempt: what was written before it belongs to another run."""
+
+
+@dataclass(frozen=True)
+class Progress:
+    """A step that the output of a program reports."""
+
+    step: int
+    """0 for a line that tells only the total."""
+    total: int | None = None
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    """Under our names (hpc_rl/tracking/metrics.py)."""
+
+
+def _none(_program: Program, _place: Place) -> list[str]:
+    return []
+
+
+def _no_variables(_program: Program, _place: Place) -> dict[str, str]:
+    return {}
+
+
+def _no_output(_program: Program) -> str | None:
+    return None
+
+
+def _no_checkpoint(_program: Program, _place: Place) -> Checkpoint | None:
+    return None
+
+
+def _no_progress(_line: str) -> Progress | None:
+    return None
+
+
+@dataclass(frozen=True)
+class Adapter:
+    """One row of ADAPTERS."""
+
+    name: str
+    title: str
+    """The program in messages."""
+    kinds: tuple[Literal["torchrun", "ray"], ...]
+    """Kinds of jobs that start it."""
+    package: str | None = None
+    """What the job's Python has to have."""
+    recognises: Callable[[Program], bool] = lambda program: False
+    """Returns whether a program is this one."""
+    command: Callable[[Program], Sequence[str]] = lambda program: program.words
+    """Returns what the ranks or the driver run: without the program's own launcher, if it has one."""
+    saves: str = ""
+    """How it saves when the run has to stop, for messages: it follows `saves to FOLDER`."""
+    is_hooked: bool = False
+    """Whether an adapter inside the program saves, resumes and measures (hpc_rl/adapters/inside)."""
+    output: Callable[[Program], str | None] = _no_output
+    """Returns the folder of its checkpoints, as typed."""
+    arguments: Callable[[Program, Place], Sequence[str]] = _none
+    """Returns what is added to the command of an attempt."""
+    environment: Callable[[Program, Place], Mapping[str, str]] = _no_variables
+    """Returns variables that the program needs."""
+    conflicts: Callable[[Program, Place], Sequence[str]] = _none
+    """Returns sentences about options that contradict the job."""
+    newest: Callable[[Program, Place], Checkpoint | None] = _no_checkpoint
+    """Returns its last complete checkpoint. When the run has to stop, the program ends after its next one."""
+    progress: Callable[[str], Progress | None] = _no_progress
+    """Reads a line of its log."""
+    stops: Callable[[str], bool] = lambda line: False
+    """Returns whether a line of its log tells that it saves, or has saved, because its own limit of time is near."""
+
+    def folder(self, program: Program) -> Path | None:
+        """Return the folder of its checkpoints."""
+        found = self.output(program)
+        return program.folder / found if found else None

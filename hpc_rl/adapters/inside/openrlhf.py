@@ -1,0 +1,42 @@
+"""OpenRLHF's trainers save at the end of a step when the run has to stop. They are then ended from outside."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from functools import wraps
+from types import ModuleType
+from typing import Any
+
+from hpc_rl.adapters.inside.agreement import Ranks
+from hpc_rl.adapters.inside.asked import is_asked
+
+_METHOD = "save_logs_and_checkpoints"
+_ranks: list[Ranks] = []
+"""Of this process, once it has saved or not saved for the first time."""
+
+
+def attach(module: ModuleType) -> None:
+    """Wrap the method that each trainer of a module calls once a step."""
+    for _, trainer in inspect.getmembers(module, inspect.isclass):
+        if _METHOD in vars(trainer):
+            setattr(trainer, _METHOD, _saving(getattr(trainer, _METHOD)))
+
+
+def _saving(original: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(original)
+    def save_logs_and_checkpoints(self: Any, *arguments: Any, **named: Any) -> Any:
+        if not _ranks:
+            _ranks.append(Ranks())
+        if not _ranks[0].of_main(is_asked()):
+            return original(self, *arguments, **named)
+        own = named.get("args", arguments[0] if arguments and hasattr(arguments[0], "__dict__") else None)
+        options = own if own is not None else self.args
+        options = getattr(options, "ckpt", options)  # `ckpt.save_steps`; `save_steps` before 0.11
+        before, options.save_steps = options.save_steps, 1
+        try:
+            return original(self, *arguments, **named)
+        finally:
+            options.save_steps = before
+
+    return save_logs_and_checkpoints

@@ -1,0 +1,90 @@
+"""verl's SFT trainer saves and ends after a step when the run has to stop, and does not continue a finished run."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import wraps
+from importlib import import_module
+from typing import Any
+
+from hpc_rl.adapters.inside.agreement import Ranks
+from hpc_rl.adapters.inside.asked import is_asked
+from hpc_rl.errors import EXIT_STOPPED
+from hpc_rl.training.stopping import stopped_line
+
+_LOGGED = ("loss", "grad_norm", "lr")
+
+
+def attach(module: Any) -> None:
+    """Follow the training that verl.utils.checkpoint.checkpoint_handler resumes."""
+    handler: Any = module.CheckpointHandler
+    load = handler.load_checkpoint
+
+    @wraps(load)
+    def load_checkpoint(self: Any) -> int:
+        step: int = load(self)
+        if self.mode == module.OrchestrationMode.SPMD:
+            _Training(self, step).follow()
+        return step
+
+    handler.load_checkpoint = load_checkpoint
+
+
+class _Training:
+    """A training, on one rank.
+
+    Args:
+        handler: saves its checkpoints.
+        step: of the checkpoint from which it resumes; 0 without one.
+
+    Raises:
+        SystemExit: the checkpoint is that of the last step.
+    """
+
+    def __init__(self, handler: Any, step: int) -> None:
+        self._handler, self._step = handler, step
+        self._total = int(handler.engine.optimizer_config.total_training_steps)
+        self._ranks = Ranks()
+        self._metrics: Mapping[str, Any] = {}
+        if step >= self._total:
+            self._print(f"step {step} of {self._total} is saved already: nothing is left to train")
+            raise SystemExit(0)
+
+    def follow(self) -> None:
+        """Look after each step whether it is the last one: the trainer calls both functions once, on all ranks."""
+        worker: Any = import_module("verl.workers.engine_workers").TrainingWorker
+        read = import_module("verl.utils.tensordict_utils").get
+        train, end = worker.train_batch, worker.step_profile
+
+        @wraps(train)
+        def train_batch(worker: Any, *arguments: Any, **named: Any) -> Any:
+            output = train(worker, *arguments, **named)
+            self._metrics = {} if output is None else dict(read(output, "metrics", {}))
+            return output
+
+        @wraps(end)
+        def step_profile(worker: Any, *arguments: Any, **named: Any) -> Any:
+            found = end(worker, *arguments, **named)
+            self._end_step()
+            return found
+
+        worker.train_batch, worker.step_profile = train_batch, step_profile
+
+    def _end_step(self) -> None:
+        """Save and end the process if the run has to stop; what the trainer would log of this step is printed here.
+
+        Raises:
+            SystemExit: the run stops.
+        """
+        self._step += 1
+        if self._step < self._total and self._ranks.of_main(is_asked()):
+            numbers = [f"train/{name}:{value}" for name, value in self._metrics.items() if name in _LOGGED]
+            self._print(" - ".join([f"step:{self._step}", *numbers]))
+            self._handler.save_checkpoint(step=self._step)
+            self._ranks.wait()
+            self._print(stopped_line(self._step, self._total))
+            raise SystemExit(EXIT_STOPPED)
+
+    def _print(self, line: str) -> None:
+        if self._ranks.is_main:
+            print(line, flush=True)

@@ -1,0 +1,77 @@
+"""Programs whose training loops are Lightning's, torchtitan's, or the user's own with accelerate."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from hpc_rl.adapters.adapter import Adapter, Place
+from hpc_rl.adapters.program import MOST_BYTES, Program
+from hpc_rl.adapters.saved import newest_saved
+
+LIGHTNING = Adapter(
+    name="lightning",
+    title="Lightning's Trainer",
+    kinds=("torchrun",),
+    recognises=lambda program: program.uses(
+        *("lightning.pytorch", "pytorch_lightning", "lightning.Trainer", "lightning.LightningModule"),
+        *("lightning.LightningDataModule", "lightning"),
+    ),
+    saves="before the walltime ends or when it is asked, into the run directory, and resumes from its last checkpoint",
+    is_hooked=True,
+    newest=lambda _, place: newest_saved(place.run),
+)
+_RESUME = "--resume_from_checkpoint"
+
+
+def _accelerate_arguments(program: Program, place: Place) -> Sequence[str]:
+    """Return the option by which examples of accelerate and diffusers resume, if the script has it."""
+    found = newest_saved(place.run) if place.is_later else None
+    return [_RESUME, found.path] if found is not None and _takes_resume(program) else []
+
+
+def _takes_resume(program: Program) -> bool:
+    try:
+        with (program.folder / program.name).open("rb") as file:
+            return _RESUME.encode() in file.read(MOST_BYTES)
+    except OSError:
+        return False
+
+
+ACCELERATE = replace(
+    LIGHTNING,
+    name="accelerate",
+    title="a loop with accelerate",
+    package="accelerate",
+    recognises=lambda program: program.uses("accelerate.Accelerator", "accelerate.accelerator"),
+    saves=(
+        "when the script itself calls save_state, ends after the first one since it was asked, and resumes "
+        f"by {_RESUME} if the script has this option"
+    ),
+    arguments=_accelerate_arguments,
+)
+
+
+def _titan_arguments(program: Program, _place: Place) -> Sequence[str]:
+    """Return the option without which torchtitan saves nothing."""
+    return [] if "checkpoint.enable" in program.options else ["--checkpoint.enable"]
+
+
+def _titan_conflicts(program: Program, _place: Place) -> Sequence[str]:
+    found = [name for name in ("checkpoint.no_enable", "checkpoint.load_only") if name in program.options]
+    if "job.config_file" not in program.options and not {"module", "config"} <= set(program.options):
+        return ["torchtitan: write -- -m torchtitan.train --module llama3 --config NAME, as its run_train.sh does"]
+    return [f"--{name.replace('no_', 'no-')}: torchtitan would save nothing, and could not resume" for name in found]
+
+
+TORCHTITAN = replace(
+    LIGHTNING,
+    name="torchtitan",
+    title="torchtitan",
+    package="torchtitan",
+    recognises=lambda program: program.uses("torchtitan"),
+    saves="before the walltime ends or when it is asked, and resumes from its last checkpoint",
+    output=lambda program: program.options.get("dump_folder") or program.options.get("job.dump_folder"),
+    arguments=_titan_arguments,
+    conflicts=_titan_conflicts,
+)

@@ -1,0 +1,19 @@
+from pathlib import Path
+
+from hpc_rl.adapters.saved import Checkpoint, newest_saved, record_saved
+from hpc_rl.run_dir import RunDir
+
+
+def test_the_newest_that_is_complete_and_still_there(tmp_path: Path) -> None:
+    run, out, other = RunDir(tmp_path), tmp_path / "out", tmp_path / "other"
+    assert newest_saved(run) is None
+    for folder, step in ((out, 1), (out, 2), (other, 3), (out, 4)):
+        (folder / f"checkpoint-{step}").mkdir(parents=True)
+        record_saved(run, Checkpoint(step, str(folder / f"checkpoint-{step}"), 2))
+    (out / "checkpoint-9").mkdir()  # not recorded: incomplete, or of another run
+    assert newest_saved(run, out) == newest_saved(run) == Checkpoint(4, str(out / "checkpoint-4"), 2)
+    (out / "checkpoint-4").rmdir()
+    assert (newest_saved(run) or Checkpoint(0, "")).step == 3
+    with run.saved.open("a") as file:
+        file.write('{"step": 5, "path"')  # written in part when the process ended
+    assert (newest_saved(run, out) or Checkpoint(0, "")).step == 2
