@@ -1,0 +1,197 @@
+"""The program that a command starts, behind srun, a container and a launcher. Pure functions."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import PurePosixPath
+
+from hpc_rl.submission.adoption.shell import KEYWORDS, Command, Scope, take_options
+
+LAUNCHER, STEP, PLAIN = 3, 2, 1
+_ASSIGNMENT = re.compile(r"[A-Za-z_]\w*=")
+_PYTHON = re.compile(r"python[\d.]*")
+_RUNTIMES = ("apptainer", "singularity", "apptainer_wrapper", "singularity_wrapper", "shifter", "podman-hpc")
+_WRAPPERS: Mapping[str, tuple[str, frozenset[str]]] = {
+    "exec": ("", frozenset("cl")),
+    "env": ("", frozenset("i0v")),
+    "nohup": ("", frozenset()),
+    "time": ("", frozenset("pv")),
+    "numactl": ("", frozenset({"localalloc", "l"})),
+    "stdbuf": ("", frozenset()),
+    "timeout": ("", frozenset({"foreground", "preserve-status", "v", "verbose"})),
+    "uv": ("run", frozenset("frozen locked no-sync active isolated all-extras all-groups offline quiet q no-project no-dev".split())),
+    "conda": ("run", frozenset({"no-capture-output", "live-stream", "v"})),
+    "mamba": ("run", frozenset({"no-capture-output", "live-stream", "v"})),
+    "poetry": ("run", frozenset()),
+    "pixi": ("run", frozenset()),
+}
+"""Command before a program -> its first word after it, if it has one, and its options without a value."""
+_SRUN_WITHOUT_VALUE = frozenset(
+    "l label u unbuffered v verbose Q quiet K kill-on-bad-exit overlap exact exclusive pty O overcommit s oversubscribe "
+    "E preserve-env k no-kill X disable-status interactive contiguous multi-prog container-writable container-readonly "
+    "container-mount-home no-container-mount-home container-remap-root no-container-remap-root container-entrypoint "
+    "no-container-entrypoint".split()
+)
+_CONTAINER_WITHOUT_VALUE = frozenset(
+    "nv rocm e cleanenv c contain C containall no-home writable writable-tmpfs f fakeroot u userns i ipc p pid no-init "
+    "compat nvccli no-privs keep-privs no-mpi gpu mpi nccl no-eval".split()
+)
+_LAUNCHERS: Mapping[str, frozenset[str]] = {
+    "torchrun": frozenset("standalone m module no-python run-path virtual-local-rank".split()),
+    "accelerate": frozenset(
+        "q quiet cpu multi-gpu tpu enable-cpu-affinity dynamo-use-fullgraph dynamo-use-dynamic use-deepspeed use-fsdp "
+        "dynamo-use-regional-compilation use-parallelism-config use-megatron-lm same-network m module no-python "
+        "tpu-cluster tpu-use-sudo debug use-xpu mps".split()
+    ),
+    "deepspeed": frozenset(
+        "module no-python no-local-rank no-ssh no-ssh-check force-multi bind-cores-to-core save-pid elastic-training".split()
+    ),
+}
+"""Launcher -> its options without a value."""
+_PLACING = frozenset(
+    "nnodes nnode nproc-per-node nproc rdzv-id rdzv-backend rdzv-endpoint rdzv-conf node-rank master-addr master-port "
+    "local-addr standalone max-restarts monitor-interval m module log-dir redirects tee role start-method use-env "
+    "local-ranks-filter numa-binding num-machines num-processes machine-rank main-process-ip main-process-port multi-gpu "
+    "same-network hostfile num-nodes num-gpus include exclude launcher launcher-args no-ssh no-ssh-check no-local-rank "
+    "force-multi bind-cores-to-core bind-core-list save-pid gpu-ids q quiet debug enable-cpu-affinity rdzv-conf".split()
+)
+"""Options of launchers that place processes, which hpc-rl does."""
+_MODULES = {"torch.distributed.run": "torchrun", "torch.distributed.launch": "torchrun"}
+_MODULES |= {"accelerate.commands.launch": "accelerate", "deepspeed.launcher.runner": "deepspeed"}
+_COMMANDS = {"axolotl": "axolotl.cli.{}", "trl": "trl.scripts.{}", "litgpt": "litgpt"}
+"""Command that starts processes itself -> the module that runs in each; {} is its first argument."""
+
+
+@dataclass
+class Program:
+    words: list[str] = field(default_factory=list)
+    """Without its launcher."""
+    rank: int = 0
+    """How likely it is the job's program: LAUNCHER, STEP or PLAIN; 0 if it is none."""
+    uses_ray: bool = False
+    python: str = "python"
+    processes: str | None = None
+    """On each node, as its launcher states."""
+    env: dict[str, str] = field(default_factory=dict)
+    step: list[tuple[str, str | None]] = field(default_factory=list)
+    """Options of srun."""
+    container: list[tuple[str, str | None]] = field(default_factory=list)
+    """Options of its runtime, of which one is `image`."""
+    before: list[Command] = field(default_factory=list)
+    """Commands before it in the same `bash -c`."""
+    lost: list[str] = field(default_factory=list)
+
+
+def find_program(words: list[str], scope: Scope) -> Program:
+    """Return the program that a command starts; one of rank 0 if it starts none in Python or by a launcher."""
+    found, rest = Program(), list(words)
+    while rest:
+        word, name = rest[0], PurePosixPath(rest[0]).name
+        if _ASSIGNMENT.match(word):
+            key, _, found.env[key] = rest.pop(0).partition("=")
+        elif word in KEYWORDS and word != "time":
+            rest = rest[1:]
+        elif name == "srun":
+            found.step, rest = take_options(rest[1:], _SRUN_WITHOUT_VALUE, {"N": "nodes", "n": "ntasks", "w": "nodelist"})
+            found.rank = STEP
+        elif name in _RUNTIMES:
+            rest = _in_container(found, name, rest[1:])
+        elif name in _WRAPPERS and rest[1:2] == [_WRAPPERS[name][0]] or (name in _WRAPPERS and not _WRAPPERS[name][0]):
+            first, without_value = _WRAPPERS[name]
+            options, rest = take_options(rest[2 if first else 1 :], without_value)
+            rest = rest[1:] if rest[:1] == ["--"] or (name == "timeout" and rest) else rest
+            if any(option in ("m", "module") for option, _ in options):
+                rest = [found.python, "-m", *(value for option, value in options if value and option in ("m", "module")), *rest]
+            if first:
+                found.lost.append(f"`{name} {first}`: the job runs in one environment, that of slurm.python")
+        elif name in ("bash", "sh") and (inner := _inline(rest)) is not None:
+            return _first(found, scope.commands(inner), scope)
+        elif name == "ray" and rest[1:3] == ["job", "submit"]:
+            found.uses_ray, found.rank = True, LAUNCHER
+            options, rest = take_options(rest[3:], frozenset({"no-wait", "verbose", "v"}))
+            rest = rest[1:] if rest[:1] == ["--"] else rest
+            known = ("address", "working-dir", "no-wait")
+            found.lost += [f"ray job submit --{key} {value or ''}".strip() for key, value in options if key not in known]
+        else:
+            return _launched(found, name, rest)
+    found.rank = 0
+    return found
+
+
+def _inline(words: list[str]) -> str | None:
+    """Return the text that `bash -c` runs."""
+    options = [index for index, word in enumerate(words) if re.fullmatch(r"-[a-z]*c[a-z]*", word)]
+    return words[options[0] + 1] if options and len(words) > options[0] + 1 else None
+
+
+def _first(found: Program, commands: list[Command], scope: Scope) -> Program:
+    """Return the first program of a `bash -c`, with what is around it."""
+    for index, command in enumerate(commands):
+        if all(map(_ASSIGNMENT.match, command.words)):
+            for word in command.words:
+                scope.assign(word)
+        if (inner := find_program(command.words, scope)).rank:
+            inner.rank, inner.step = max(found.rank, inner.rank), found.step + inner.step
+            inner.env = found.env | inner.env
+            inner.container = found.container + inner.container
+            inner.before, inner.lost = commands[:index] + inner.before, found.lost + inner.lost
+            inner.uses_ray |= found.uses_ray
+            return inner
+    found.rank = 0
+    return found
+
+
+def _in_container(found: Program, name: str, words: list[str]) -> list[str]:
+    words = words[1:] if words[:1] in (["exec"], ["run"]) else words
+    options, words = take_options(words, _CONTAINER_WITHOUT_VALUE)
+    if name in ("apptainer", "singularity"):
+        found.container = [*options, ("image", words[0] if words else "")]
+        return words[1:]
+    found.lost.append(f"`{name}`: put its image into a file for Apptainer (hpc-rl image build), and add --image FILE")
+    found.env |= dict(value.split("=", 1) for key, value in options if key == "env" and value and "=" in value)
+    return words
+
+
+def _launched(found: Program, name: str, rest: list[str]) -> Program:
+    """Complete the program by the words from its launcher or its Python on."""
+    if name in _COMMANDS and len(rest) > 1:
+        first = rest[1].replace("-", "_")
+        module = _COMMANDS[name].format(first)
+        arguments = rest[2:] if "{}" in _COMMANDS[name] else rest[1:]
+        rest = ["torchrun", "-m", module, *(arguments[: arguments.index("--launcher")] if "--launcher" in arguments else arguments)]
+        name = "torchrun"
+    elif _PYTHON.fullmatch(name):
+        found.python, options = name, 1
+        while options < len(rest) and rest[options].startswith("-") and rest[options] not in ("-m", "-c", "-"):
+            options += 2 if rest[options] in ("-W", "-X") else 1
+        rest = [rest[0], *rest[options:]]
+        launcher = _MODULES.get(rest[2], "") if rest[1:2] == ["-m"] and len(rest) > 2 else ""
+        if not launcher:
+            is_program = len(rest) > 1 and rest[1] not in ("-c", "-")
+            found.rank, found.words = (max(found.rank, PLAIN) if is_program else 0), rest[1:]
+            return found
+        name, rest = launcher, rest[2:]
+    elif name == "accelerate" and rest[1:2] == ["launch"]:
+        rest = rest[1:]
+    elif name not in ("torchrun", "deepspeed"):
+        found.rank = 0
+        return found
+    options, words = take_options(rest[1:], _LAUNCHERS[name])
+    given = dict(options)
+    found.rank, found.processes = LAUNCHER, given.get("nproc-per-node") or given.get("num-gpus")
+    if name == "accelerate" and (given.get("num-processes") or "").isdigit() and (given.get("num-machines") or "1").isdigit():
+        found.processes = str(int(given["num-processes"] or 1) // int(given.get("num-machines") or 1))
+    kept = [f"--{key}" + (f" {value}" if value else "") for key, value in options if key not in _PLACING]
+    if name == "accelerate" and kept:
+        found.lost.append(
+            f"accelerate launch {' '.join(kept)}: what it, or the file, says of precision, FSDP and DeepSpeed reaches the program "
+            "by variables only: give it as arguments of the program, or as ACCELERATE_* variables in slurm.env"
+        )
+    elif kept:
+        found.lost.append(f"{name} {' '.join(kept)}")
+    found.words = ["-m", *words] if {"m", "module"} & given.keys() else words
+    if not words:
+        found.rank = 0
+    return found

@@ -1,0 +1,284 @@
+"""The statements and words of a bash script, without running it. Pure functions, except for `bash -n`.
+
+This is no parser of bash: a word gets the values of variables that the script sets to literal texts. Everything else, such as
+`$(date)`, becomes a mark that names what is unknown, and stays one in the values that are made from it.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import shlex
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from hpc_rl.submission.script.setup_lines import is_complete
+
+KEYWORDS = frozenset("if then else elif do while until for case select function { ! [[ [ test time".split())
+OF_SHELL = ("HOME", "USER", "PWD")
+"""Variables that every shell has."""
+MARK = re.compile("\ue000([^\ue001]*)\ue001")
+_PLAIN = re.compile(r"[\w./:@%+=, -]*")
+_DEFINITION = re.compile(r"\s*(?:function\s+([\w-]+)|([\w-]+)\s*\(\))")
+_QUOTED = re.compile(r'(?P<mark>\ue000[^\ue001]*\ue001)|(?P<escape>\\.)|(?P<quote>")|(?P<expansion>\$(?=[\w({@*#?!$])|`)|.', re.S)
+_BARE = re.compile(
+    r"""(?P<mark>\ue000[^\ue001]*\ue001)|(?P<single>'[^']*')|(?P<escape>\\.)
+    |(?P<words>"\$(?:@|\{\w+\[@\]\})")|(?P<quote>")|(?P<expansion>\$(?=[\w({@*#?!$])|`)
+    |(?P<redirection>(?:(?<!\S)\d|&)?[<>]+(?:&\d?-?)?)|(?P<operator>[;|&\n]+|[()])|(?P<space>[ \t\r]+)
+    |(?P<comment>(?<!\S)\#[^\n]*)|.""",
+    re.S | re.X,
+)
+
+
+class Array(str):
+    """The word NAME=( ... )."""
+
+    items: list[str]
+
+
+@dataclass(frozen=True)
+class Statement:
+    """A part of a script that bash can read alone: a line, or several such as a loop."""
+
+    number: int
+    """Of its first line."""
+    text: str
+
+    @property
+    def defines(self) -> str:
+        """The name of the function that it defines; empty otherwise."""
+        match = _DEFINITION.match(self.text)
+        return (match[1] or match[2]) if match else ""
+
+    @property
+    def is_compound(self) -> bool:
+        return bool(self.defines) or self.text.split(None, 1)[0] in KEYWORDS or self.text.startswith(("(", "[", "{"))
+
+
+@dataclass(frozen=True)
+class Command:
+    """A part of a statement between operators."""
+
+    words: list[str]
+    text: str
+    operator: str
+    """The one after it; empty at the end."""
+
+
+def statements(script: str) -> Iterator[Statement]:
+    """Yield the statements of a script. Lines that bash cannot read, and all below them, are one statement."""
+    pending: list[str] = []
+    for number, line in enumerate(script.splitlines(), 1):
+        if not pending and (not line.strip() or line.lstrip().startswith("#")):
+            continue
+        pending.append(line)
+        text = "\n".join(pending).strip()
+        plain = len(pending) == 1 and _PLAIN.fullmatch(line) and text.split()[0] not in KEYWORDS
+        if plain or is_complete(text):
+            yield Statement(number - len(pending) + 1, text)
+            pending = []
+    if pending:
+        yield Statement(number - len(pending) + 1, "\n".join(pending).strip())
+
+
+def mark(name: str) -> str:
+    return f"\ue000{name}\ue001"
+
+
+class Scope:
+    """The variables of a script, as far as they are known."""
+
+    def __init__(self, values: Mapping[str, str]) -> None:
+        self.values: dict[str, str | list[str]] = dict(values)
+        self.sources: dict[str, str] = {}
+        """Name in a mark -> what the script has there; none for variables that it does not set."""
+        self.defaults: dict[str, str] = {}
+        """Variable that the script does not set -> its default value in the script."""
+
+    def assign(self, word: str) -> str:
+        """Assign NAME=VALUE or NAME+=VALUE; return the name."""
+        name, _, value = word.partition("=")
+        new: str | list[str] = word.items if isinstance(word, Array) else value
+        if name.endswith("+"):
+            name = name[:-1]
+            old = self.values.get(name, [] if isinstance(new, list) else "")
+            new = [*old, *new] if isinstance(old, list) else old + (new if isinstance(new, str) else " ".join(new))
+        elif isinstance(new, str) and (match := MARK.fullmatch(new)) and match[1].startswith("VALUE"):
+            self.forget(name, self.sources[match[1]])
+            return name
+        self.values[name] = new
+        return name
+
+    def forget(self, name: str, source: str) -> None:
+        """Take a variable as unknown.
+
+        Args:
+            source: the text that sets it.
+        """
+        self.sources[name] = source
+        self.values[name] = mark(name)
+
+    def words(self, text: str) -> list[str]:
+        return [word for command in self.commands(text) for word in command.words]
+
+    def commands(self, text: str) -> list[Command]:
+        """Return the commands in a text, without redirections."""
+        found: list[Command] = []
+        words: list[str] = []
+        current: str | None = None
+        start, position, is_quoted, is_target = 0, 0, False, False
+
+        def push() -> None:
+            nonlocal current, is_target
+            if current is not None and not is_target:
+                words.append(current)
+            is_target, current = is_target and current is None, None
+
+        def close(operator: str, end: int) -> None:
+            nonlocal words
+            push()
+            if words:
+                found.append(Command(words, text[start:end].strip(), operator.strip(" \n") or ";"))
+            words = []
+
+        while position < len(text):
+            match = (_QUOTED if is_quoted else _BARE).match(text, position)
+            assert match
+            kind, part, position = match.lastgroup, match[0], match.end()
+            if kind == "quote":
+                is_quoted, current = not is_quoted, current or ""
+            elif kind == "single":
+                current = (current or "") + part[1:-1]
+            elif kind == "escape":
+                kept = part if is_quoted and part[1] not in '$`"\\\n' else part[1].replace("\n", "")
+                current = current if part[1] == "\n" else (current or "") + kept
+            elif kind == "words":
+                words += self._all(part[2:-1].strip("{}").removesuffix("[@]"))
+            elif kind == "expansion":
+                value, position = self._expansion(text, match.start())
+                whole = is_quoted or '"' in text[match.start() : position]
+                pieces = [value] if whole else re.split(r"\s+", value)
+                for index, piece in enumerate(pieces):
+                    if index:
+                        push()
+                    current = (current or "") + piece if piece or whole else current
+            elif kind == "space":
+                push()
+            elif kind == "redirection":
+                push()
+                is_target = "&" not in part[1:]
+            elif part == "(" and current and re.fullmatch(r"\w+\+?=", current):
+                end = _end(text, match.start(), "(", ")")
+                array = Array(current)
+                array.items = self.words(text[position : end - 1])
+                words.append(array)
+                current, position = None, end
+            elif kind == "operator":
+                close(part, match.start())
+                start = position
+            elif part == "*" and not is_quoted:
+                current = (current or "") + mark(part * 2)
+            elif part == "~" and not is_quoted and re.fullmatch(r"(\w+=)?", current or ""):
+                current = (current or "") + mark("HOME")
+            elif kind != "comment":
+                current = (current or "") + part
+        close("", len(text))
+        return found
+
+    def _all(self, name: str) -> list[str]:
+        value = mark("@") if name == "@" else self.values.get(name, mark(name))
+        return value if isinstance(value, list) else [value]
+
+    def _expansion(self, text: str, start: int) -> tuple[str, int]:
+        """Return the value of the expansion that begins at a position, and the position after it."""
+        if text.startswith("$((", start):
+            end = _end(text, start + 1, "(", ")")
+            return self._arithmetic(text[start + 3 : end - 2], text[start:end]), end
+        if text[start] == "`":
+            end = text.find("`", start + 1) + 1 or len(text)
+            return self._unknown(text[start:end]), end
+        if text[start + 1] == "(":
+            end = _end(text, start + 1, "(", ")")
+            return mark("PWD") if text[start:end] == "$(pwd)" else self._unknown(text[start:end]), end
+        if text[start + 1] == "{":
+            end = _end(text, start + 1, "{", "}")
+            return self._parameter(text[start + 2 : end - 1], text[start:end]), end
+        match = re.compile(r"\$(\d|\w+|.)", re.S).match(text, start)
+        assert match
+        return self._parameter(match[1], match[0]), match.end()
+
+    def _parameter(self, inner: str, source: str) -> str:
+        match = re.fullmatch(r"(\w+|[@*])(\[[@*]\])?(?::?([-=])(.*))?", inner, re.S)
+        if match is None:
+            return self._unknown(source)
+        name, default = match[1], match[4]
+        if name in "@*" or name.isdigit():
+            return mark("@" if name in "@*" else inner.replace(" ", ""))
+        value = self.values.get(name)
+        if not value and default is not None:
+            self.values[name] = self.defaults[name] = value = " ".join(self.words(default))
+        if value is None:
+            return mark(name)
+        return value if isinstance(value, str) else " ".join(value) if match[2] else value[0] if value else ""
+
+    def _arithmetic(self, inner: str, source: str) -> str:
+        text = re.sub(r"\$?\{?([A-Za-z_]\w*)\}?", lambda found: self._parameter(found[1], found[0]), inner)
+        if not re.fullmatch(r"\s*\d+(\s*[-+*]\s*\d+)*\s*", text):
+            return self._unknown(source)
+        terms = re.findall(r"([-+]?)\s*(\d+(?:\s*\*\s*\d+)*)", text)
+        return str(sum((-1 if sign == "-" else 1) * math.prod(map(int, term.split("*"))) for sign, term in terms))
+
+    def _unknown(self, source: str) -> str:
+        known = next((name for name, text in self.sources.items() if text == source and name.startswith("VALUE")), None)
+        name = known or f"VALUE{sum(name.startswith('VALUE') for name in self.sources) + 1}"
+        self.sources[name] = source
+        return mark(name)
+
+
+def take_options(
+    words: Sequence[str], without_value: frozenset[str], short: Mapping[str, str] | None = None
+) -> tuple[list[tuple[str, str | None]], list[str]]:
+    """Return the options at the beginning of some words, with `-` for `_` in their names, and the other words.
+
+    Args:
+        without_value: long names and letters of options without a value, or with one after `=` only.
+        short: letter -> long name, if several letters may follow one dash.
+    """
+    rest, found = list(words), []
+    while rest and rest[0].startswith("-") and rest[0].strip("-"):
+        word = rest.pop(0)
+        if word.startswith("--") or short is None:
+            name, equals, value = word.lstrip("-").partition("=")
+            name = name.replace("_", "-")
+        else:
+            name, value = short.get(word[1], word[1]), word[2:].removeprefix("=")
+            equals = value
+            if name in without_value and value:
+                rest.insert(0, f"-{value}")
+                equals = ""
+        found.append((name, value if equals else None if name in without_value or not rest else rest.pop(0)))
+    return found, rest
+
+
+def shown(word: str) -> str:
+    """Return a word as bash reads it. What is unknown is a variable that has to be set."""
+    parts = MARK.split(word)
+    return "".join(_form(part) if index % 2 else part and shlex.quote(part) for index, part in enumerate(parts)) or "''"
+
+
+def _form(name: str) -> str:
+    if name == "**":
+        return "*"
+    if name in OF_SHELL or name == "@" or name.isdigit():
+        return f'"${name}"'
+    return f'"${{{name}}}"' if name[0].isdigit() else f'"${{{name}:?}}"'
+
+
+def _end(text: str, start: int, opening: str, closing: str) -> int:
+    """Return the position after the bracket that closes the one at a position."""
+    depth = 0
+    for match in re.compile(rf"'[^']*'|\"(?:[^\"\\]|\\.)*\"|\\.|[{opening}{closing}]", re.S).finditer(text, start):
+        depth += (match[0] == opening) - (match[0] == closing)
+        if depth == 0:
+            return match.end()
+    return len(text)
