@@ -28,7 +28,9 @@ def adopt(
     try:
         text = script.read_text()
     except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"{script}: {error.strerror if isinstance(error, OSError) else 'it is no text file'}") from error
+        raise UserError(
+            f"{script}: {error.strerror if isinstance(error, OSError) else 'it is no text file'}"
+        ) from error
     found = read(text, str(script))
     print(adoption_text(found, script.name, f"{script.stem}.site.yaml"), end="")
     if found.lost:

@@ -97,7 +97,7 @@ def sbatch_options(script: str) -> Iterator[tuple[int, str, str | None]]:
                 longer = [known for known in _KNOWN if known.startswith(name)]
                 yield number, name if name in _KNOWN or len(longer) != 1 else longer[0], value
             for word in rest:
-                yield number, word, ""
+                yield number, repr(word), ""
 
 
 def request_of(options: Sequence[tuple[int, str, str | None]]) -> Request:
@@ -179,7 +179,7 @@ def _other(request: Request, name: str, value: str | None, line: int) -> None:
         request.slurm[name] = value
     elif name == "time":
         try:
-            seconds = walltime_s(SlurmConfig(time=value).time or "")
+            seconds = walltime_s(SlurmConfig(time=value, warning_s=1).time or "")
         except ValueError:
             request.lost.append(f"line {line}, {written}: not a walltime")
             return
@@ -197,7 +197,7 @@ def _other(request: Request, name: str, value: str | None, line: int) -> None:
     elif name == "chdir":
         request.folder = value or ""
     elif not re.fullmatch(r"[a-z][a-z0-9-]*", name):
-        request.lost.append(f"line {line}, {name!r}: no option of sbatch")
+        request.lost.append(f"line {line}, {name}: no option of sbatch")
     elif name in _OF_JOB:
         request.sbatch.append(name + (f"={value}" if value is not None else ""))
     elif name != "export":

@@ -7,12 +7,21 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import PurePosixPath
 
-from hpc_rl.submission.adoption.shell import KEYWORDS, Command, Scope, take_options
+from hpc_rl.submission.adoption.shell import KEYWORDS, MARK, Command, Scope, plain, take_options
 
 LAUNCHER, STEP, PLAIN = 3, 2, 1
 _ASSIGNMENT = re.compile(r"[A-Za-z_]\w*=")
 _PYTHON = re.compile(r"python[\d.]*")
-_RUNTIMES = ("apptainer", "singularity", "apptainer_wrapper", "singularity_wrapper", "shifter", "podman-hpc")
+RUNTIMES = (
+    "apptainer",
+    "singularity",
+    "apptainer_wrapper",
+    "singularity_wrapper",
+    "shifter",
+    "podman-hpc",
+    "docker",
+    "podman",
+)
 _WRAPPERS: Mapping[str, tuple[str, frozenset[str]]] = {
     "exec": ("", frozenset("cl")),
     "env": ("", frozenset("i0v")),
@@ -21,7 +30,12 @@ _WRAPPERS: Mapping[str, tuple[str, frozenset[str]]] = {
     "numactl": ("", frozenset({"localalloc", "l"})),
     "stdbuf": ("", frozenset()),
     "timeout": ("", frozenset({"foreground", "preserve-status", "v", "verbose"})),
-    "uv": ("run", frozenset("frozen locked no-sync active isolated all-extras all-groups offline quiet q no-project no-dev".split())),
+    "uv": (
+        "run",
+        frozenset(
+            "frozen locked no-sync active isolated all-extras all-groups offline quiet q no-project no-dev".split()
+        ),
+    ),
     "conda": ("run", frozenset({"no-capture-output", "live-stream", "v"})),
     "mamba": ("run", frozenset({"no-capture-output", "live-stream", "v"})),
     "poetry": ("run", frozenset()),
@@ -34,9 +48,10 @@ _SRUN_WITHOUT_VALUE = frozenset(
     "container-mount-home no-container-mount-home container-remap-root no-container-remap-root container-entrypoint "
     "no-container-entrypoint".split()
 )
+_SRUN_SHORT = {"N": "nodes", "n": "ntasks", "w": "nodelist"}
 _CONTAINER_WITHOUT_VALUE = frozenset(
     "nv rocm e cleanenv c contain C containall no-home writable writable-tmpfs f fakeroot u userns i ipc p pid no-init "
-    "compat nvccli no-privs keep-privs no-mpi gpu mpi nccl no-eval".split()
+    "compat nvccli no-privs keep-privs no-mpi gpu mpi nccl no-eval rm it d t interactive tty privileged".split()
 )
 _LAUNCHERS: Mapping[str, frozenset[str]] = {
     "torchrun": frozenset("standalone m module no-python run-path virtual-local-rank".split()),
@@ -60,8 +75,10 @@ _PLACING = frozenset(
 """Options of launchers that place processes, which hpc-rl does."""
 _MODULES = {"torch.distributed.run": "torchrun", "torch.distributed.launch": "torchrun"}
 _MODULES |= {"accelerate.commands.launch": "accelerate", "deepspeed.launcher.runner": "deepspeed"}
-_COMMANDS = {"axolotl": "axolotl.cli.{}", "trl": "trl.scripts.{}", "litgpt": "litgpt"}
-"""Command that starts processes itself -> the module that runs in each; {} is its first argument."""
+_COMMANDS = {("axolotl", "train"): ["axolotl.cli.train"]}
+_COMMANDS |= {("trl", name): [f"trl.scripts.{name}"] for name in ("sft", "dpo", "grpo", "kto", "reward", "rloo")}
+_COMMANDS |= {("litgpt", name): ["litgpt", name] for name in ("pretrain", "finetune", "finetune_full", "finetune_lora")}
+"""Command that starts processes itself, and its first argument -> the module that runs in each process, and its own."""
 
 
 @dataclass
@@ -79,41 +96,66 @@ class Program:
     """Options of srun."""
     container: list[tuple[str, str | None]] = field(default_factory=list)
     """Options of its runtime, of which one is `image`."""
+    has_environment: bool = False
+    """Whether a command such as `uv run` chooses its Python."""
     before: list[Command] = field(default_factory=list)
     """Commands before it in the same `bash -c`."""
     lost: list[str] = field(default_factory=list)
+
+
+def name_of(word: str) -> str:
+    """Return the name of a program without its folder."""
+    return PurePosixPath(MARK.sub("", word)).name
 
 
 def find_program(words: list[str], scope: Scope) -> Program:
     """Return the program that a command starts; one of rank 0 if it starts none in Python or by a launcher."""
     found, rest = Program(), list(words)
     while rest:
-        word, name = rest[0], PurePosixPath(rest[0]).name
+        word, name = rest[0], name_of(rest[0])
         if _ASSIGNMENT.match(word):
             key, _, found.env[key] = rest.pop(0).partition("=")
         elif word in KEYWORDS and word != "time":
             rest = rest[1:]
         elif name == "srun":
-            found.step, rest = take_options(rest[1:], _SRUN_WITHOUT_VALUE, {"N": "nodes", "n": "ntasks", "w": "nodelist"})
+            found.step, rest = take_options(rest[1:], _SRUN_WITHOUT_VALUE, _SRUN_SHORT)
+            while rest and MARK.fullmatch(rest[0]):  # options in a variable that is not known
+                found.lost.append(f"srun {plain(rest[0])}: its options are not known")
+                more, rest = take_options(rest[1:], _SRUN_WITHOUT_VALUE, _SRUN_SHORT)
+                found.step += more
             found.rank = STEP
-        elif name in _RUNTIMES:
+        elif name in RUNTIMES:
             rest = _in_container(found, name, rest[1:])
         elif name in _WRAPPERS and rest[1:2] == [_WRAPPERS[name][0]] or (name in _WRAPPERS and not _WRAPPERS[name][0]):
             first, without_value = _WRAPPERS[name]
             options, rest = take_options(rest[2 if first else 1 :], without_value)
             rest = rest[1:] if rest[:1] == ["--"] or (name == "timeout" and rest) else rest
             if any(option in ("m", "module") for option, _ in options):
-                rest = [found.python, "-m", *(value for option, value in options if value and option in ("m", "module")), *rest]
+                rest = [
+                    found.python,
+                    "-m",
+                    *(value for option, value in options if value and option in ("m", "module")),
+                    *rest,
+                ]
             if first:
-                found.lost.append(f"`{name} {first}`: the job runs in one environment, that of slurm.python")
-        elif name in ("bash", "sh") and (inner := _inline(rest)) is not None:
+                found.has_environment = True
+                found.lost.append(
+                    f"`{name} {first}`: set slurm.python to the Python of its environment, such as .venv/bin/python"
+                )
+        elif MARK.fullmatch(word) and len(rest) > 1 and rest[1].endswith(".py"):
+            found.lost.append(f"{plain(word)}: the launcher is not known")
+            found.rank, found.words = max(found.rank, PLAIN), rest[1:]
+            return found
+        elif name in ("bash", "sh", "eval") and (inner := _inline(rest)) is not None:
             return _first(found, scope.commands(inner), scope)
         elif name == "ray" and rest[1:3] == ["job", "submit"]:
             found.uses_ray, found.rank = True, LAUNCHER
             options, rest = take_options(rest[3:], frozenset({"no-wait", "verbose", "v"}))
             rest = rest[1:] if rest[:1] == ["--"] else rest
             known = ("address", "working-dir", "no-wait")
-            found.lost += [f"ray job submit --{key} {value or ''}".strip() for key, value in options if key not in known]
+            found.lost += [
+                f"ray job submit --{key} {value or ''}".strip() for key, value in options if key not in known
+            ]
         else:
             return _launched(found, name, rest)
     found.rank = 0
@@ -122,6 +164,8 @@ def find_program(words: list[str], scope: Scope) -> Program:
 
 def _inline(words: list[str]) -> str | None:
     """Return the text that `bash -c` runs."""
+    if words[0] == "eval":
+        return " ".join(words[1:])
     options = [index for index, word in enumerate(words) if re.fullmatch(r"-[a-z]*c[a-z]*", word)]
     return words[options[0] + 1] if options and len(words) > options[0] + 1 else None
 
@@ -138,6 +182,7 @@ def _first(found: Program, commands: list[Command], scope: Scope) -> Program:
             inner.container = found.container + inner.container
             inner.before, inner.lost = commands[:index] + inner.before, found.lost + inner.lost
             inner.uses_ray |= found.uses_ray
+            inner.has_environment |= found.has_environment
             return inner
     found.rank = 0
     return found
@@ -150,18 +195,15 @@ def _in_container(found: Program, name: str, words: list[str]) -> list[str]:
         found.container = [*options, ("image", words[0] if words else "")]
         return words[1:]
     found.lost.append(f"`{name}`: put its image into a file for Apptainer (hpc-rl image build), and add --image FILE")
-    found.env |= dict(value.split("=", 1) for key, value in options if key == "env" and value and "=" in value)
-    return words
+    found.env |= dict(value.split("=", 1) for key, value in options if key in ("env", "e") and value and "=" in value)
+    return words[1:] if name in ("docker", "podman") else words
 
 
 def _launched(found: Program, name: str, rest: list[str]) -> Program:
     """Complete the program by the words from its launcher or its Python on."""
-    if name in _COMMANDS and len(rest) > 1:
-        first = rest[1].replace("-", "_")
-        module = _COMMANDS[name].format(first)
-        arguments = rest[2:] if "{}" in _COMMANDS[name] else rest[1:]
-        rest = ["torchrun", "-m", module, *(arguments[: arguments.index("--launcher")] if "--launcher" in arguments else arguments)]
-        name = "torchrun"
+    if module := _COMMANDS.get((name, rest[1] if len(rest) > 1 else "")):
+        end = rest.index("--launcher") if "--launcher" in rest else len(rest)
+        name, rest = "torchrun", ["torchrun", "-m", *module, *rest[2:end]]
     elif _PYTHON.fullmatch(name):
         found.python, options = name, 1
         while options < len(rest) and rest[options].startswith("-") and rest[options] not in ("-m", "-c", "-"):
@@ -181,17 +223,24 @@ def _launched(found: Program, name: str, rest: list[str]) -> Program:
     options, words = take_options(rest[1:], _LAUNCHERS[name])
     given = dict(options)
     found.rank, found.processes = LAUNCHER, given.get("nproc-per-node") or given.get("num-gpus")
-    if name == "accelerate" and (given.get("num-processes") or "").isdigit() and (given.get("num-machines") or "1").isdigit():
+    if (
+        name == "accelerate"
+        and (given.get("num-processes") or "").isdigit()
+        and (given.get("num-machines") or "1").isdigit()
+    ):
         found.processes = str(int(given["num-processes"] or 1) // int(given.get("num-machines") or 1))
     kept = [f"--{key}" + (f" {value}" if value else "") for key, value in options if key not in _PLACING]
     if name == "accelerate" and kept:
         found.lost.append(
-            f"accelerate launch {' '.join(kept)}: what it, or the file, says of precision, FSDP and DeepSpeed reaches the program "
-            "by variables only: give it as arguments of the program, or as ACCELERATE_* variables in slurm.env"
+            f"accelerate launch {' '.join(kept)}: precision, FSDP and DeepSpeed (also those in its file) become arguments of the "
+            "program, or variables ACCELERATE_* and FSDP_* in slurm.env"
         )
     elif kept:
         found.lost.append(f"{name} {' '.join(kept)}")
+    if words and MARK.fullmatch(words[0]) and any(word.endswith(".py") for word in words[1:]):
+        found.lost.append(f"{name} {plain(words[0])}: its options are not known")
+        words = words[1:]
     found.words = ["-m", *words] if {"m", "module"} & given.keys() else words
-    if not words:
+    if not words or not (found.words[0] == "-m" or re.search(r"\.py$|/|\ue000", words[0])):
         found.rank = 0
     return found

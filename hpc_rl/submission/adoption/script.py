@@ -16,14 +16,14 @@ from hpc_rl.errors import UserError
 from hpc_rl.run_dir import ENV_RUN_DIR
 from hpc_rl.software.secrets import names_secret
 from hpc_rl.submission.adoption.directives import Request, request_of, sbatch_options
-from hpc_rl.submission.adoption.programs import LAUNCHER, PLAIN, STEP, Program, find_program
-from hpc_rl.submission.adoption.shell import KEYWORDS, MARK, OF_SHELL, Array, Command, Scope, statements
+from hpc_rl.submission.adoption.programs import LAUNCHER, RUNTIMES, STEP, Program, find_program, name_of
+from hpc_rl.submission.adoption.shell import KEYWORDS, MARK, OF_SHELL, Array, Command, Scope, plain, statements
 
 _RANKS = "addresses, ports and ranks"
 _SUPERFLUOUS = {
     _RANKS: r"\bscontrol\s+show\s+hostname|\bhostname\s+-|MASTER_(ADDR|PORT)=|\b(WORLD_SIZE|(NODE_|LOCAL_|GROUP_)?RANK)="
-    r"|RDZV_\w+=|\bSLURM_(JOB_|STEP_)?NODELIST\b|[Hh]ost_?file",
-    "Ray on every node": r"\bray\s+(start|stop|status|health-check|list)\b|\bRAY_ADDRESS=|\bray\.init\b",
+    r"|LOCAL_WORLD_SIZE=|RDZV_\w+=|\bSLURM_(JOB_|STEP_)?NODELIST\b|[Hh]ost_?file",
+    "Ray on every node": r"\bray\s+(start|stop|status|health-check|list)\b|\bRAY_ADDRESS=|/tmp/ray|\bray\.init\b",
     "the network interface (slurm.interface names another)": r"\b(NCCL|GLOO|TP|MCCL)_SOCKET_IFNAME=|\bRAY_NETWORK_INTERFACE=",
     "signals, saving and requeueing": r"^\s*trap\s|\bscontrol\s+requeue\b|\bsbatch\b.*(\$\{?0|BASH_SOURCE)|SLURM_RESTART_COUNT",
     "threads, CPUs and GPUs of the processes": r"\bOMP_NUM_THREADS=\D|\bSRUN_CPUS_PER_TASK=|\bSLURM_CPU_BIND\w*="
@@ -37,8 +37,8 @@ _MESSAGES = frozenset(
 """Commands that print something, or that order processes."""
 _DECLARING = frozenset("export declare typeset readonly local".split())
 _ASSIGNMENT = re.compile(r"[A-Za-z_]\w*\+?=")
-_ASSIGNED = re.compile(r"(?:^|[\s;(])(?:for\s+([A-Za-z_]\w*)\s|([A-Za-z_]\w*)\+?=(?!=))")
-_READ = re.compile(r"\b(?:read|mapfile|readarray|getopts)\b([^|;<]*)")
+_LOOP = re.compile(r"\bfor\s+([A-Za-z_]\w*)\s")
+_READING = ("read", "mapfile", "readarray", "getopts")
 _OWN_ARGUMENTS = re.compile(r"\$(?:\{?[0-9@*#]|\{?BASH_SOURCE)")
 _OF_SRUN = frozenset(
     "nodes ntasks ntasks-per-node nodelist jobid job-id wait kill-on-bad-exit K cpu-bind label l unbuffered u output o error e c "
@@ -61,13 +61,17 @@ class _Part:
     """Variables that it sets (name -> value), and the function that it defines."""
     exports: bool = False
     only_prints: bool = False
+    uses: set[str] = field(default_factory=set)
+    """Variables of which its words are made."""
     why_superfluous: str = ""
     program: Program = field(default_factory=Program)
 
     @property
     def place(self) -> str:
-        first, *others = self.text.splitlines()
-        return f"line {self.number}, `{first.rstrip(chr(92)).strip()[:80]}{' ...' if others or len(first) > 80 else ''}`"
+        first, *others = plain(self.text).splitlines()
+        return (
+            f"line {self.number}, `{first.rstrip(chr(92)).strip()[:80]}{' ...' if others or len(first) > 80 else ''}`"
+        )
 
 
 @dataclass
@@ -82,8 +86,8 @@ class Adoption:
     profile: dict[str, dict[str, Any]] = field(default_factory=dict)
     lost: list[str] = field(default_factory=list)
     checks: list[str] = field(default_factory=list)
-    superfluous: dict[str, list[str]] = field(default_factory=dict)
-    """What hpc-rl does -> lines of the script."""
+    superfluous: dict[str, list[str | int]] = field(default_factory=dict)
+    """What hpc-rl does -> options, and lines of the script."""
 
 
 def adopt(script: str, name: str) -> Adoption:
@@ -98,7 +102,9 @@ def adopt(script: str, name: str) -> Adoption:
     if not re.match(r"#!.*sh\b", script) and not script.startswith("#SBATCH"):
         raise UserError(f"{name} is no sbatch script: its first line is not #!/bin/bash")
     if f"export {ENV_RUN_DIR}=" in script:
-        raise UserError(f"{name} was rendered by hpc-rl: submit it with hpc-rl submit KIND --script {name}, or sbatch {name}")
+        raise UserError(
+            f"{name} was rendered by hpc-rl: submit it with hpc-rl submit KIND --script {name}, or sbatch {name}"
+        )
     request = request_of(list(sbatch_options(script)))
     scope = Scope(request.variables())
     if not re.search(r"(?m)^\s*cd\s", script) and not request.folder:
@@ -111,15 +117,23 @@ def adopt(script: str, name: str) -> Adoption:
 def _parts(script: str, scope: Scope) -> Iterator[_Part]:
     tainted: dict[str, str] = {}
     for statement in statements(script):
+        scope.looked_up = set()
         if statement.is_compound:
             part = _Part(statement.number, statement.text)
-            names = {one or other for one, other in _ASSIGNED.findall(statement.text)} - {""}
+            names = set(_LOOP.findall(statement.text))
             for name in names:
                 scope.forget(name, statement.text.splitlines()[0])
-            programs = [find_program(command.words, scope) for command in scope.commands(statement.text)]
-            part.program = max(programs, key=lambda one: one.rank, default=Program())
+            for command in scope.commands(statement.text):
+                for name in _assigned(command):
+                    names.add(name)
+                    scope.doubt(name, statement.text.splitlines()[0], statement.number)
+            commands = scope.commands(statement.text)
+            part.program = max(
+                (find_program(one.words, scope) for one in commands), key=lambda one: one.rank, default=Program()
+            )
+            part.uses = scope.used()
             part.defines = dict.fromkeys({statement.defines} - {""} or names)
-            part.only_prints = all(_is_message(command.words) for command in scope.commands(statement.text))
+            part.only_prints = all(_is_message(command.words) for command in commands)
             part.why_superfluous = _why_superfluous(part, tainted)
             yield part
             continue
@@ -138,7 +152,11 @@ def _grouped(commands: Sequence[Command], text: str) -> Iterator[Command]:
         end = text.find(command.text, start) + len(command.text)
         if command.operator in ("|", "|&", "||"):
             continue
-        yield Command(words, text[text.find(command.text, start) if words is command.words else start : end].strip(), command.operator)
+        yield Command(
+            words,
+            text[text.find(command.text, start) if words is command.words else start : end].strip(),
+            command.operator,
+        )
         start, words = end + len(command.operator), None
 
 
@@ -154,12 +172,21 @@ def _part(number: int, command: Command, scope: Scope) -> _Part:
             part.defines[key] = scope.values.get(key)
         part.exports = part.exports and bool(words)
         return part
-    for found in _READ.findall(command.text):
-        for name in re.findall(r"[A-Za-z_]\w+", found):
-            scope.forget(name, command.text)
-            part.defines[name] = None
+    for name in _assigned(command):
+        scope.forget(name, command.text)
+        part.defines[name] = None
     part.program = find_program(words, scope)
+    part.uses = scope.used()
     return part
+
+
+def _assigned(command: Command) -> Iterator[str]:
+    """Yield the variables that a command sets, other than for a program that it starts."""
+    words = [word for word in command.words if word not in KEYWORDS]
+    if words[:1] and words[0] in _READING or (words[1:2] and words[1] in _READING and words[0].startswith("IFS=")):
+        yield from (word for word in words[1:] if re.fullmatch(r"[A-Za-z_]\w*", word) and word not in _READING)
+    elif words and (words[0] in _DECLARING or all(map(_ASSIGNMENT.match, words))):
+        yield from (re.split(r"\+?=", word)[0] for word in words if _ASSIGNMENT.match(word))
 
 
 def _why_superfluous(part: _Part, tainted: dict[str, str]) -> str:
@@ -190,8 +217,17 @@ def _choose(parts: list[_Part], name: str) -> _Part:
     first_ray = next((index for index, part in enumerate(parts) if re.search(r"\bray\s+start\b", part.text)), 0)
     programs = [part for part in parts[first_ray:] if part.program.rank]
     if not programs:
-        raise UserError(f"{name} has no line that starts a program in Python (torchrun, accelerate, deepspeed, python, ray job submit)")
-    return max(programs, key=lambda part: (part.operator != "&" or part.program.rank == LAUNCHER, part.program.rank))
+        steps = [
+            part.place for part in parts if part.words and part.words[0] in ("srun", "bash", "sh", "mpirun", "exec")
+        ]
+        raise UserError(
+            f"{name} has no line that starts a program in Python by torchrun, accelerate launch, deepspeed, python or ray job submit"
+            + (f"; {steps[-1]} starts none that can be seen" if steps else "")
+        )
+    return max(
+        programs,
+        key=lambda part: (part.operator != "&" or part.program.rank == LAUNCHER, part.program.rank, bool(part.words)),
+    )
 
 
 class _Walk:
@@ -200,7 +236,9 @@ class _Walk:
     def __init__(self, script: str, request: Request, scope: Scope, parts: list[_Part]) -> None:
         self.request, self.scope, self.parts = request, scope, parts
         uses_ray = any(re.search(r"\bray\s+start\b", part.text) for part in parts)
-        self.result = Adoption("ray" if uses_ray else "torchrun", request, [], request.folder, lost=list(request.lost))
+        self.result = Adoption(
+            "ray" if uses_ray else "torchrun", request, [], str(PurePosixPath(request.folder)), lost=list(request.lost)
+        )
         self.slurm: dict[str, Any] = {**request.slurm}
         self.cache: dict[str, Any] = {}
         self.env: dict[str, str] = {}
@@ -216,13 +254,15 @@ class _Walk:
                 self.result.lost.append(f"line {number}, {line}: sbatch ignores it too, because it is below a command")
 
     def job(self, main: _Part) -> Adoption:
-        result, program = self.result, main.program
+        result, program, self.main = self.result, main.program, main
         result.kind = "ray" if program.uses_ray else result.kind
         at = next(index for index, part in enumerate(self.parts) if part is main)
         for part in self.parts[:at]:
             self._before(part)
         if not main.words:
-            result.checks.append(f"{main.place}: the program is one command here, without the loop, condition or function around it")
+            result.checks.append(
+                f"{main.place}: the program is one command here, without the loop, condition or function around it"
+            )
         inner = [_part(main.number, command, self.scope) for command in program.before]
         for part in inner:
             part.why_superfluous = _why_superfluous(part, {})
@@ -243,12 +283,18 @@ class _Walk:
 
     def _before(self, part: _Part) -> None:
         words = part.words
-        name = PurePosixPath(words[0]).name if words else ""
+        name = name_of(words[0]) if words else ""
         if part.why_superfluous:
             self._note_superfluous(part)
         elif part.program.rank == STEP or (part.operator == "&" and name not in _MESSAGES):
-            what = "a step on all nodes before the program" if part.operator != "&" else "it runs beside the program"
+            what = (
+                "a step before the program; lines of set-up run on the first node"
+                if part.operator != "&"
+                else "it runs beside the program"
+            )
             self.result.lost.append(f"{part.place}: {what}")
+        elif part.program.rank and name in RUNTIMES:
+            self.result.lost.append(f"{part.place}: before the program, in an image")
         elif part.program.rank == LAUNCHER:
             self.result.lost.append(f"{part.place}: another program; submit it too, and this one with --after RUN")
         elif name in ("module", "ml"):
@@ -258,21 +304,33 @@ class _Walk:
         elif part.exports:
             for key, value in part.defines.items():
                 self._export(part, key, value)
-        elif name in _MESSAGES or part.only_prints or part.defines or (name == "srun" and not part.program.rank and words[-1] in _MESSAGES):
+        elif (
+            name in _MESSAGES
+            or part.only_prints
+            or part.defines
+            or (name == "srun" and not part.program.rank and words[-1] in _MESSAGES)
+        ):
             return
         elif name in ("sbatch", "scancel", "srun", "mpirun", "docker", "podman"):
-            self.result.lost.append(f"{part.place}: it is no program in Python")
+            what = (
+                "a step before the program; lines of set-up run on the first node"
+                if name == "srun"
+                else "not a set-up line"
+            )
+            self.result.lost.append(f"{part.place}: {what}")
         else:
             self._set_up(part)
 
     def _after(self, part: _Part) -> None:
-        name = PurePosixPath(part.words[0]).name if part.words else ""
+        name = name_of(part.words[0]) if part.words else ""
         if part.why_superfluous:
             self._note_superfluous(part)
         elif part.program.rank:
             self.result.lost.append(f"{part.place}: another program; submit it too, with --after RUN")
         elif name not in _MESSAGES and not part.defines:
-            self.result.lost.append(f"{part.place}: below the program; slurm.epilogue has lines for the end of each attempt")
+            self.result.lost.append(
+                f"{part.place}: below the program; slurm.epilogue has lines for the end of each attempt"
+            )
 
     def _inside(self, part: _Part) -> None:
         name = part.words[0] if part.words else ""
@@ -282,7 +340,7 @@ class _Walk:
             self.result.lost.append(f"{part.place}: inside the image, which runs nothing but the program")
 
     def _note_superfluous(self, part: _Part) -> None:
-        self.result.superfluous.setdefault(part.why_superfluous, []).append(f"line {part.number}")
+        self.result.superfluous.setdefault(part.why_superfluous, []).append(part.number)
 
     def _set_up(self, part: _Part) -> None:
         if _OWN_ARGUMENTS.search(part.text) and not any(name in part.text.split("(")[0] for name in part.defines):
@@ -310,16 +368,17 @@ class _Walk:
             folder, self.result.folder = folder.removeprefix(mark_of).lstrip("/"), self.request.folder
         if any(name not in OF_SHELL for name in MARK.findall(folder)):
             self.result.lost.append(f"{part.place}: submit in this folder")
-        elif folder not in ("", "."):
+        else:
             self.result.folder = str(PurePosixPath(self.result.folder) / folder)
 
     def _export(self, part: _Part, key: str, value: Any) -> None:
         if isinstance(value, str) and names_secret(key) and not MARK.search(value):
             self.result.lost.append(f"line {part.number}, {key}: a secret; export it in your shell, which jobs inherit")
         elif key == "HF_HOME" and isinstance(value, str) and set(MARK.findall(value)) <= set(OF_SHELL):
-            self.cache["hf_home"] = _text(value)
+            self.cache["hf_home"] = plain(value or "")
         elif isinstance(value, str) and not isinstance(value, Array) and set(MARK.findall(value)) <= set(OF_SHELL):
-            self.env[key] = _text(value)
+            if key not in self.main.uses or " " not in value:  # else a part of the command
+                self.env[key] = plain(value)
         elif value is not None and part not in self.setup:
             self._set_up(part)
 
@@ -329,25 +388,35 @@ class _Walk:
             if name == "container-image":
                 self.request.flags["image"], found["runtime"] = value or "", "pyxis"
             elif name == "container-mounts":
-                found["binds"] = [_text(bind) for bind in (value or "").split(",")]
+                found["binds"] = [plain(bind) for bind in (value or "").split(",")]
             elif name == "export" and value and "=" in value:
                 self.env |= dict(pair.split("=", 1) for pair in value.split(",") if "=" in pair)
             elif name not in _OF_SRUN and name not in ("no-container-mount-home", "container-writable"):
-                self.result.lost.append(f"srun --{name}" + (f"={_text(value)}" if value else ""))
-            elif name == "nodes" and value and value.isdigit() and int(value) != self.request.nodes and self.result.kind != "ray":
-                self.result.lost.append(f"srun --nodes={value}: the job's program runs on all {self.request.nodes} nodes")
+                self.result.lost.append(f"srun --{name}" + (f"={plain(value or '')}" if value else ""))
+            elif (
+                name == "nodes"
+                and value
+                and value.isdigit()
+                and int(value) != self.request.nodes
+                and self.result.kind != "ray"
+            ):
+                self.result.lost.append(
+                    f"srun --nodes={value}: the job's program runs on all {self.request.nodes} nodes"
+                )
         for name, value in program.container:
             if name == "image":
                 self.request.flags["image"] = value or ""
             elif name in ("bind", "B"):
-                found.setdefault("binds", []).extend(_text(bind) for bind in (value or "").split(","))
+                found.setdefault("binds", []).extend(plain(bind) for bind in (value or "").split(","))
             elif name == "rocm":
                 found["gpu"] = "rocm"
             elif name == "env" and value and "=" in value:
                 self.env |= dict(pair.split("=", 1) for pair in value.split(","))
             elif name not in ("nv", "e", "cleanenv"):
                 option = f"{'-' if len(name) == 1 else '--'}{name}"
-                found.setdefault("options", []).extend([option] if value is None else [f"{option}={_text(value)}"])
+                found.setdefault("options", []).extend(
+                    [option] if value is None else [f"{option}={plain(value or '')}"]
+                )
         if found:
             self.result.profile["container"] = found
 
@@ -358,9 +427,13 @@ class _Walk:
             self.result.profile["trainer"] = {"device": "cpu"}
         elif request.gpus is None:
             self.slurm["leave_out"] = ["gpus-per-node"]
-            self.result.checks.append("the script requests no GPUs: --gpus-per-node is the number of processes on a node")
+            self.result.checks.append(
+                "the script requests no GPUs: --gpus-per-node is the number of processes on a node"
+            )
         elif stated not in (None, request.gpus) and self.result.kind == "torchrun":
-            self.result.checks.append(f"the script starts {stated} processes on a node, and hpc-rl one for each of {request.gpus} GPUs")
+            self.result.checks.append(
+                f"the script starts {stated} processes on a node, and hpc-rl one for each of {request.gpus} GPUs"
+            )
         self.request.flags |= {"nodes": str(request.nodes), "gpus-per-node": str(request.gpus or stated or 1)}
         if self.result.kind == "torchrun" and program.rank == STEP and request.tasks > 1:
             self.result.checks.append(
@@ -373,18 +446,29 @@ class _Walk:
         result.program = program.words if result.kind == "torchrun" else [program.python, *program.words]
         if setup := self._setup_lines():
             slurm["setup"] = setup
-        slurm |= {key: value for key, value in (("module_paths", self.module_paths), ("modules", self.modules), ("env", self.env)) if value}
-        if (setup or self.modules) and not has_image:
+        slurm |= {
+            key: value
+            for key, value in (("module_paths", self.module_paths), ("modules", self.modules), ("env", self.env))
+            if value
+        }
+        if has_image:
+            result.checks.append("hpc-rl has to be installed in the image (hpc-rl image build)")
+        elif (setup or self.modules) and not program.has_environment:
             slurm["python"] = program.python
-        where = "the image" if has_image else "the environment of the program"
-        result.checks.append(f"hpc-rl has to be installed in {where}" + ("" if has_image else f": {program.python} -m pip install hpc-rl"))
+            result.checks.append(
+                f"hpc-rl has to be installed in the environment of the program: {program.python} -m pip install hpc-rl"
+            )
+        elif not program.has_environment:
+            result.checks.append(
+                "the job uses the Python of this hpc-rl; slurm.python names another one that has hpc-rl"
+            )
         if setup:
             result.checks.append("a line of `setup` that fails ends the job: end it with `|| true` if it may fail")
-        result.profile = {name: found for name, found in (("slurm", slurm), ("cache", self.cache)) if found} | result.profile
-        words = [*result.program, *self.request.flags.values()]
-        for key, value in self.scope.defaults.items():
-            if value and any(value in word for word in words):
-                result.checks.append(f"{key} has its default in the script, {value}")
+        result.profile = {
+            name: found for name, found in (("slurm", slurm), ("cache", self.cache)) if found
+        } | result.profile
+        words = [*result.program, *self.request.flags.values(), result.folder]
+        result.checks += [doubt for key, doubt in self.scope.doubts.items() if key in self.main.uses]
         self._name_unknown(words)
 
     def _setup_lines(self) -> list[str]:
@@ -398,7 +482,7 @@ class _Walk:
                     needed += "\n" + part.text
                     self.env = {key: value for key, value in self.env.items() if key not in names}
         inner = [part for part in self.setup if part not in self.parts]
-        return [part.text for part in [*self.parts, *inner] if id(part) in kept]
+        return [_tidy(part.text) for part in [*self.parts, *inner] if id(part) in kept]
 
     def _name_unknown(self, words: Sequence[str]) -> None:
         names = dict.fromkeys(name for word in words for name in MARK.findall(word))
@@ -407,19 +491,19 @@ class _Walk:
             if name == "@" or name[0].isdigit():
                 line = "arguments of the script are arguments of these lines, too: bash FILE ARGUMENTS"
             elif name.startswith("SLURM_"):
-                line = f"{name} is known in the job only: replace ${{{name}:?}} in the command"
+                line = f"{name} is known in the job only: replace it below"
             elif source:
-                line = f"{name}, `{_text(source)}` in the script, is not known: set it, or replace ${{{name}:?}} in the command"
+                line = (
+                    f"{name}, `{plain(source)}` in the script, is not known: set it in your shell, or replace it below"
+                )
             elif name not in (*OF_SHELL, "**"):
-                line = f"{name} is not set in the script: set it, or replace ${{{name}:?}} in the command"
+                line = f"{name} is not set in the script: set it in your shell, or replace it below"
             else:
                 continue
             if line not in self.result.checks:
                 self.result.checks.append(line)
 
 
-def _text(value: str | None) -> str:
-    return MARK.sub(lambda found: f"${{{found[1]}}}", value or "")
-
-
-assert PLAIN
+def _tidy(text: str) -> str:
+    """Return lines of the set-up in a form that YAML shows as they are."""
+    return text if "<<" in text else re.sub(r"[ \t]+$", "", text.expandtabs(4), flags=re.M)

@@ -19,8 +19,12 @@ OF_SHELL = ("HOME", "USER", "PWD")
 """Variables that every shell has."""
 MARK = re.compile("\ue000([^\ue001]*)\ue001")
 _PLAIN = re.compile(r"[\w./:@%+=, -]*")
+_MOST_UNREADABLE = 5
+"""Commands that bash cannot read. Each is compared with the rest of the script; further ones are taken by their lines."""
 _DEFINITION = re.compile(r"\s*(?:function\s+([\w-]+)|([\w-]+)\s*\(\))")
-_QUOTED = re.compile(r'(?P<mark>\ue000[^\ue001]*\ue001)|(?P<escape>\\.)|(?P<quote>")|(?P<expansion>\$(?=[\w({@*#?!$])|`)|.', re.S)
+_QUOTED = re.compile(
+    r'(?P<mark>\ue000[^\ue001]*\ue001)|(?P<escape>\\.)|(?P<quote>")|(?P<expansion>\$(?=[\w({@*#?!$])|`)|.', re.S
+)
 _BARE = re.compile(
     r"""(?P<mark>\ue000[^\ue001]*\ue001)|(?P<single>'[^']*')|(?P<escape>\\.)
     |(?P<words>"\$(?:@|\{\w+\[@\]\})")|(?P<quote>")|(?P<expansion>\$(?=[\w({@*#?!$])|`)
@@ -66,19 +70,26 @@ class Command:
 
 
 def statements(script: str) -> Iterator[Statement]:
-    """Yield the statements of a script. Lines that bash cannot read, and all below them, are one statement."""
-    pending: list[str] = []
-    for number, line in enumerate(script.splitlines(), 1):
-        if not pending and (not line.strip() or line.lstrip().startswith("#")):
+    """Yield the statements of a script. A command that bash cannot read, such as one with `<placeholders>`, is one too."""
+    lines, start, unreadable = script.splitlines(), 0, 0
+    while start < len(lines):
+        end = start + 1
+        if not lines[start].strip() or lines[start].lstrip().startswith("#"):
+            start = end
             continue
-        pending.append(line)
-        text = "\n".join(pending).strip()
-        plain = len(pending) == 1 and _PLAIN.fullmatch(line) and text.split()[0] not in KEYWORDS
-        if plain or is_complete(text):
-            yield Statement(number - len(pending) + 1, text)
-            pending = []
-    if pending:
-        yield Statement(number - len(pending) + 1, "\n".join(pending).strip())
+        while end <= len(lines) and unreadable < _MOST_UNREADABLE and not _is_whole("\n".join(lines[start:end])):
+            end += 1
+        if end > len(lines) or unreadable >= _MOST_UNREADABLE:
+            unreadable, end = unreadable + 1, start + 1
+            while lines[end - 1].endswith("\\") and end < len(lines):
+                end += 1
+        yield Statement(start + 1, "\n".join(lines[start:end]).strip())
+        start = end
+
+
+def _is_whole(text: str) -> bool:
+    is_plain = _PLAIN.fullmatch(text) and text.split()[0] not in KEYWORDS
+    return bool(is_plain) or is_complete(text)
 
 
 def mark(name: str) -> str:
@@ -92,8 +103,11 @@ class Scope:
         self.values: dict[str, str | list[str]] = dict(values)
         self.sources: dict[str, str] = {}
         """Name in a mark -> what the script has there; none for variables that it does not set."""
-        self.defaults: dict[str, str] = {}
-        """Variable that the script does not set -> its default value in the script."""
+        self.doubts: dict[str, str] = {}
+        """Variable -> why its value may be another one in the job."""
+        self.looked_up: set[str] = set()
+        """Variables of which the words of the present statement are made."""
+        self._uses: dict[str, set[str]] = {}
 
     def assign(self, word: str) -> str:
         """Assign NAME=VALUE or NAME+=VALUE; return the name."""
@@ -106,8 +120,17 @@ class Scope:
         elif isinstance(new, str) and (match := MARK.fullmatch(new)) and match[1].startswith("VALUE"):
             self.forget(name, self.sources[match[1]])
             return name
-        self.values[name] = new
+        self.values[name], self._uses[name] = new, self.looked_up - {name}
         return name
+
+    def used(self) -> set[str]:
+        """Return the variables of which the words of the present statement are made, and those of which these are made."""
+        found, pending = set[str](), list(self.looked_up)
+        while pending:
+            if (name := pending.pop()) not in found:
+                found.add(name)
+                pending += self._uses.get(name, ())
+        return found
 
     def forget(self, name: str, source: str) -> None:
         """Take a variable as unknown.
@@ -117,6 +140,13 @@ class Scope:
         """
         self.sources[name] = source
         self.values[name] = mark(name)
+
+    def doubt(self, name: str, source: str, number: int) -> None:
+        """Keep the value of a variable that a condition or loop may change; forget it if there is none."""
+        if value := self.values.get(name):
+            self.doubts[name] = f"{name} is {_short(value)} here; line {number} may change it"
+        else:
+            self.forget(name, source)
 
     def words(self, text: str) -> list[str]:
         return [word for command in self.commands(text) for word in command.words]
@@ -180,12 +210,16 @@ class Scope:
                 current = (current or "") + mark(part * 2)
             elif part == "~" and not is_quoted and re.fullmatch(r"(\w+=)?", current or ""):
                 current = (current or "") + mark("HOME")
-            elif kind != "comment":
+            elif kind == "comment":
+                close("", match.start())
+                start = position
+            else:
                 current = (current or "") + part
         close("", len(text))
         return found
 
     def _all(self, name: str) -> list[str]:
+        self.looked_up.add(name)
         value = mark("@") if name == "@" else self.values.get(name, mark(name))
         return value if isinstance(value, list) else [value]
 
@@ -215,24 +249,35 @@ class Scope:
         if name in "@*" or name.isdigit():
             return mark("@" if name in "@*" else inner.replace(" ", ""))
         value = self.values.get(name)
-        if not value and default is not None:
-            self.values[name] = self.defaults[name] = value = " ".join(self.words(default))
+        self.looked_up.add(name)
+        if not value and default is not None and not name.startswith("SLURM_"):
+            value = " ".join(self.words(default))
+            self.doubts[name] = f"{name} is {_short(value)} here, its default in the script"
         if value is None:
             return mark(name)
         return value if isinstance(value, str) else " ".join(value) if match[2] else value[0] if value else ""
 
     def _arithmetic(self, inner: str, source: str) -> str:
         text = re.sub(r"\$?\{?([A-Za-z_]\w*)\}?", lambda found: self._parameter(found[1], found[0]), inner)
-        if not re.fullmatch(r"\s*\d+(\s*[-+*]\s*\d+)*\s*", text):
-            return self._unknown(source)
-        terms = re.findall(r"([-+]?)\s*(\d+(?:\s*\*\s*\d+)*)", text)
-        return str(sum((-1 if sign == "-" else 1) * math.prod(map(int, term.split("*"))) for sign, term in terms))
+        while match := re.search(r"\(([^()]*)\)", text):
+            text = text.replace(match[0], _sum(match[1]))
+        return _sum(text) or self._unknown(source)
 
     def _unknown(self, source: str) -> str:
         known = next((name for name, text in self.sources.items() if text == source and name.startswith("VALUE")), None)
         name = known or f"VALUE{sum(name.startswith('VALUE') for name in self.sources) + 1}"
         self.sources[name] = source
         return mark(name)
+
+
+def _short(value: str | list[str]) -> str:
+    text = " ".join(value if isinstance(value, list) else value.split())
+    return plain(text if len(text) < 60 else f"{text[:60]} ...")
+
+
+def plain(text: str) -> str:
+    """Return a text with ${NAME} for marks."""
+    return MARK.sub(lambda found: f"${{{found[1]}}}", text)
 
 
 def take_options(
@@ -264,6 +309,14 @@ def shown(word: str) -> str:
     """Return a word as bash reads it. What is unknown is a variable that has to be set."""
     parts = MARK.split(word)
     return "".join(_form(part) if index % 2 else part and shlex.quote(part) for index, part in enumerate(parts)) or "''"
+
+
+def _sum(text: str) -> str:
+    """Return the value of sums and products of whole numbers; empty for anything else."""
+    if not re.fullmatch(r"\s*-?\d+(\s*[-+*]\s*\d+)*\s*", text):
+        return ""
+    terms = re.findall(r"([-+]?)\s*(\d+(?:\s*\*\s*\d+)*)", text)
+    return str(sum((-1 if sign == "-" else 1) * math.prod(map(int, term.split("*"))) for sign, term in terms))
 
 
 def _form(name: str) -> str:

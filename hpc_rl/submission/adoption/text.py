@@ -20,19 +20,26 @@ def adoption_text(found: Adoption, script: str, profile: str) -> str:
         script: name of the script.
         profile: name of the file for the profile.
     """
-    lines = ["#!/bin/bash", f"# {script}, adopted by hpc-rl. To see the job script first, add --dry-run after `submit {found.kind}`."]
+    lines = [
+        "#!/bin/bash",
+        f"# {script}, adopted by hpc-rl. To see the job script first, add --dry-run after `submit {found.kind}`.",
+    ]
     lines += _notes("Not carried over:", found.lost)
     lines += _notes("Check:", found.checks)
-    replaced = [f"{what}: {', '.join(dict.fromkeys(places))}" for what, places in found.superfluous.items()]
+    replaced = [f"{what}: {', '.join(_places(places))}" for what, places in found.superfluous.items()]
     lines += _notes("Superfluous, because hpc-rl does it:", replaced)
     lines.append("")
-    if found.folder:
-        lines.append(f"cd {_path(found.folder)} &&")
+    if found.folder not in ("", "."):
+        lines.append(f"cd {shown(found.folder)} &&")
     site = []
     if found.profile:
         site = [f"--site {shlex.quote(profile)}"]
-        lines += ["# Lines for a site profile. To use them in all jobs, move them to ~/.config/hpc-rl/site.yaml.",
-                  f"cat > {shlex.quote(profile)} <<'END' &&", *_yaml(found).splitlines(), "END"]
+        lines += [
+            "# Lines for a site profile. To use them in all jobs, move them to ~/.config/hpc-rl/site.yaml.",
+            f"cat > {shlex.quote(profile)} <<'END' &&",
+            *_yaml(found).splitlines(),
+            "END",
+        ]
     flags = [f"--{name} {shown(found.request.flags[name])}" for name in _FLAGS if name in found.request.flags]
     own = [*site, *flags, *(f"--sbatch {shlex.quote(option)}" for option in found.request.sbatch)]
     program = _pairs([shown(word) for word in found.program])
@@ -59,14 +66,27 @@ def _notes(title: str, notes: Sequence[str]) -> Iterator[str]:
         yield "#"
         yield f"# {title}"
     for note in dict.fromkeys(notes):
-        yield from textwrap.wrap(note, _WIDTH, initial_indent="# - ", subsequent_indent="#   ", break_on_hyphens=False, break_long_words=False)
+        yield from textwrap.wrap(
+            note,
+            _WIDTH,
+            initial_indent="# - ",
+            subsequent_indent="#   ",
+            break_on_hyphens=False,
+            break_long_words=False,
+        )
 
 
 def _pairs(words: Sequence[str]) -> list[str]:
     """Join options with their values, so that they stay on one line."""
     found: list[str] = []
     for word in words:
-        if found and found[-1].startswith("-") and " " not in found[-1] and "=" not in found[-1] and not word.startswith("-"):
+        if (
+            found
+            and found[-1].startswith("-")
+            and " " not in found[-1]
+            and "=" not in found[-1]
+            and not word.startswith("-")
+        ):
             found[-1] += f" {word}"
         else:
             found.append(word)
@@ -85,5 +105,12 @@ def _filled(words: Sequence[str], indent: str, last: str = "") -> Iterator[str]:
     yield line + last
 
 
-def _path(folder: str) -> str:
-    return shown(folder)
+def _places(places: Sequence[str | int]) -> Iterator[str]:
+    """Yield options, and ranges of lines."""
+    yield from (place for place in places if isinstance(place, str))
+    numbers = sorted({place for place in places if isinstance(place, int)})
+    starts = [number for number in numbers if number - 1 not in numbers]
+    ends = [number for number in numbers if number + 1 not in numbers]
+    shown = [f"{start}" if start == end else f"{start}-{end}" for start, end in zip(starts, ends, strict=True)]
+    if shown:
+        yield f"line{'s' if len(numbers) > 1 else ''} {', '.join(shown)}"
