@@ -17,8 +17,9 @@ def adopt(
 ) -> None:
     """Print the command, and the lines for a site profile, that do the same as an sbatch script of your own.
 
-    The output is a script of bash, with comments that list what could not be carried over, what to check, and what hpc-rl makes
-    superfluous: hpc-rl adopt train.sbatch > submit.sh. The number of lines that were not carried over is on standard error.
+    The output is a script of bash: hpc-rl adopt train.sbatch > submit.sh. Its comments list what could not be carried
+    over, what to check, and what hpc-rl makes superfluous. Standard error has only the number of lines that were not
+    carried over.
 
     Example: hpc-rl adopt train.sbatch
     """

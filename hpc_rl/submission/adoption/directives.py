@@ -3,42 +3,33 @@
 from __future__ import annotations
 
 import re
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from hpc_rl.config.slurm import SlurmConfig, memory_mb, walltime_s
-from hpc_rl.submission.adoption.shell import take_options
+from hpc_rl.submission.adoption.shell import names, take_options
 from hpc_rl.submission.script.directives import directive_words
 
 _SHORT = {
     "A": "account", "a": "array", "b": "begin", "C": "constraint", "c": "cpus-per-task", "D": "chdir",
-    "d": "dependency", "e": "error", "F": "nodefile", "G": "gpus", "H": "hold", "J": "job-name", "k": "no-kill",
-    "L": "licenses", "M": "clusters", "m": "distribution", "N": "nodes", "n": "ntasks", "O": "overcommit",
-    "o": "output", "p": "partition", "Q": "quiet", "q": "qos", "s": "oversubscribe", "S": "core-spec", "t": "time",
-    "v": "verbose", "W": "wait", "w": "nodelist", "x": "exclude",
+    "d": "dependency", "e": "error", "G": "gpus", "H": "hold", "J": "job-name", "L": "licenses", "M": "clusters",
+    "m": "distribution", "N": "nodes", "n": "ntasks", "O": "overcommit", "o": "output", "p": "partition", "q": "qos",
+    "s": "oversubscribe", "t": "time", "w": "nodelist", "x": "exclude",
 }  # fmt: skip
-_WITHOUT_VALUE = frozenset(
-    "contiguous exclusive get-user-env hold ignore-pbs no-kill no-requeue nice overcommit oversubscribe parsable "
-    "propagate quiet reboot requeue spread-job test-only use-min-nodes verbose wait".split()
-)
-"""Options without a value, or whose value follows after `=` only."""
-_OTHERS = (
-    "acctg-freq bb bbf cluster-constraint comment container cores-per-socket cpu-freq deadline delay-boot exclude "
-    "export extra-node-info gpu-bind gpu-freq gpus-per-node gpus-per-socket gpus-per-task gres gres-flags hint input "
-    "mail-type mail-user mem mem-bind mem-per-cpu mem-per-gpu mincpus network ntasks-per-core ntasks-per-gpu "
-    "ntasks-per-node ntasks-per-socket open-mode prefer priority profile reservation signal sockets-per-node switches "
-    "tasks-per-node thread-spec threads-per-core tmp tres-per-task wait-all-nodes wckey cpus-per-gpu gpus nodelist"
-).split()
-_KNOWN = {*_SHORT.values(), *_WITHOUT_VALUE, *_OTHERS}
-_OWN = {
-    **dict.fromkeys(("output", "error", "open-mode", "verbose", "quiet"), "logs are in the run directory"),
+_ALIASES = {"tasks-per-node": "ntasks-per-node", "cluster": "clusters", "out": "output", "err": "error"}
+_WITHOUT_VALUE = names(
+    "contiguous exclusive get-user-env hold no-kill no-requeue nice overcommit oversubscribe parsable propagate Q "
+    "quiet reboot requeue spread-job test-only use-min-nodes v verbose W wait k"
+)  # or whose value follows after `=` only
+_SUPERFLUOUS = {
+    **dict.fromkeys(("output", "error", "open-mode", "verbose", "quiet", "v", "Q"), "logs are in the run directory"),
     **dict.fromkeys(("requeue", "signal"), "a run is told to save, and is queued again"),
-    **dict.fromkeys(("gpu-bind", "mem-bind", "overcommit", "gres-flags"), "one task on each node has all its GPUs"),
-    **dict.fromkeys(("parsable", "wait", "test-only", "ignore-pbs"), "`submit` has options for it"),
+    **dict.fromkeys(("gpu-bind", "mem-bind", "overcommit", "gres-flags"), "the task of a node has all its GPUs"),
+    **dict.fromkeys(("parsable", "wait", "W", "test-only"), "`submit` has options for it"),
 }
-"""Options that hpc-rl replaces -> by what."""
-_NOT_CARRIED = {
+_LOST = {
     "array": "submit one run for each value; `hpc-rl sweep` is for hpc-rl's own trainers",
     "input": "programs have no standard input",
     "export": "jobs get the variables of your shell",
@@ -47,42 +38,44 @@ _NOT_CARRIED = {
         "one task runs on each node; --gpus-per-node is the number of its processes",
     ),
 }
-_OF_JOB = ("begin", "comment", "deadline", "dependency", "exclude", "nodefile", "nodelist", "reservation")
-"""Other options that belong to a job and not to a cluster."""
+_OF_JOB = ("begin", "comment", "deadline", "dependency", "exclude", "nodelist", "reservation")
+"""Options without a key that belong to a job and not to a cluster."""
 
 
 @dataclass
-class Request:
-    """What a script requests from Slurm."""
+class Adoption:
+    """A script as a job of hpc-rl."""
 
+    kind: str = "torchrun"
     nodes: int = 1
     tasks: int = 1
-    """On each node."""
+    """Of the script, on each node."""
     gpus: int | None = None
-    """On each node; None if it requests none."""
+    """On each node; None if the script requests none."""
     flags: dict[str, str] = field(default_factory=dict)
-    """Flag of `submit` without dashes -> value."""
-    slurm: dict[str, Any] = field(default_factory=dict)
-    """Keys of slurm in a profile."""
+    """Flag of `submit`, without dashes -> value."""
     sbatch: list[str] = field(default_factory=list)
     """Values of --sbatch."""
-    folder: str = ""
-    superfluous: list[tuple[str, str]] = field(default_factory=list)
-    """Option, and what replaces it."""
+    folder: str = "."
+    """In which the job is submitted."""
+    profile: defaultdict[str, dict[str, Any]] = field(default_factory=lambda: defaultdict(dict))
+    program: list[str] = field(default_factory=list)
     lost: list[str] = field(default_factory=list)
+    checks: list[str] = field(default_factory=list)
+    superfluous: defaultdict[str, list[str | int]] = field(default_factory=lambda: defaultdict(list))
+    """What hpc-rl does -> options, and lines of the script."""
 
     def variables(self) -> dict[str, str]:
-        """Return the variables that Slurm sets in the job, as far as the request tells them."""
-        gpus = {} if self.gpus is None else dict.fromkeys(("SLURM_GPUS_PER_NODE", "SLURM_GPUS_ON_NODE"), str(self.gpus))
-        cpus = self.flags.get("cpus-per-task")
+        """Return the variables that Slurm sets in the job, as far as the #SBATCH lines tell them."""
+        cpus, name, slurm = self.flags.get("cpus-per-task"), self.flags.get("job-name"), self.profile["slurm"]
         return {
             **dict.fromkeys(("SLURM_NNODES", "SLURM_JOB_NUM_NODES"), str(self.nodes)),
             **dict.fromkeys(("SLURM_NTASKS", "SLURM_NPROCS"), str(self.nodes * self.tasks)),
             "SLURM_NTASKS_PER_NODE": str(self.tasks),
             **({"SLURM_CPUS_PER_TASK": str(int(cpus) // self.tasks)} if cpus else {}),
-            **({"SLURM_JOB_NAME": name} if (name := self.flags.get("job-name")) else {}),
-            **{f"SLURM_JOB_{key.upper()}": self.slurm[key] for key in ("account", "partition") if key in self.slurm},
-            **gpus,
+            **({"SLURM_JOB_NAME": name} if name else {}),
+            **{f"SLURM_JOB_{key.upper()}": slurm[key] for key in ("account", "partition") if key in slurm},
+            **({} if not self.gpus else dict.fromkeys(("SLURM_GPUS_PER_NODE", "SLURM_GPUS_ON_NODE"), str(self.gpus))),
         }
 
 
@@ -93,44 +86,42 @@ def sbatch_options(script: str) -> Iterator[tuple[int, str, str | None]]:
             return
         if line.startswith("#SBATCH"):
             options, rest = take_options(directive_words(line), _WITHOUT_VALUE, _SHORT)
-            for name, value in options:
-                longer = [known for known in _KNOWN if known.startswith(name)]
-                yield number, name if name in _KNOWN or len(longer) != 1 else longer[0], value
-            for word in rest:
-                yield number, repr(word), ""
+            yield from ((number, _ALIASES.get(name, name), value) for name, value in options)
+            yield from ((number, repr(word), "") for word in rest)
 
 
-def request_of(options: Sequence[tuple[int, str, str | None]]) -> Request:
-    """Return the request that options of sbatch make. The last one of a name counts, as in sbatch."""
-    found = {"ntasks-per-node" if name == "tasks-per-node" else name: (line, value) for line, name, value in options}
-    request = Request()
+def adopt_options(options: Sequence[tuple[int, str, str | None]]) -> Adoption:
+    """Return a job with what options of sbatch request. The last one of a name counts, as in sbatch."""
+    found = {name: (line, value) for line, name, value in options}
+    job = Adoption()
 
-    def number(name: str, default: int = 0) -> int:
+    def number(name: str) -> int:
         line, value = found.pop(name, (0, None))
-        if value is None or (value and value.isdigit()):
-            return int(value or default)
-        if match := re.match(r"\d+(?=-\d+$)", value):
-            request.lost.append(f"line {line}, --{name}={value}: {match[0]} is used")
-            return int(match[0])
-        request.lost.append(f"line {line}, --{name}={value}: not a number")
-        return default
+        first = re.match(r"\d*", value or "")
+        if first and first[0] != (value or ""):
+            job.lost.append(f"line {line}, --{name}={value}: {first[0] + ' is used' if first[0] else 'not a number'}")
+        return int(first[0]) if first and first[0] else 0
 
     nodes, tasks, per_node = number("nodes"), number("ntasks"), number("ntasks-per-node")
-    request.nodes = nodes or (-(-tasks // per_node) if tasks and per_node else 1)
-    request.tasks = per_node or max(1, tasks // request.nodes)
-    _gpus(request, found)
-    cpus = number("cpus-per-task") * request.tasks
-    if cpus:
-        request.flags["cpus-per-task"] = str(cpus)
+    job.nodes = nodes or (-(-tasks // per_node) if tasks and per_node else 1)
+    job.tasks = per_node or max(1, tasks // job.nodes)
+    _gpus(job, found)
+    if cpus := number("cpus-per-task") * job.tasks:
+        job.flags["cpus-per-task"] = str(cpus)
     if per_gpu := number("cpus-per-gpu"):
-        request.slurm["cpus_per_gpu"] = per_gpu
-    _memory(request, found, cpus or request.tasks)
+        job.profile["slurm"]["cpus_per_gpu"] = per_gpu
+    for name, count in (("mem", 1), ("mem-per-cpu", cpus or job.tasks), ("mem-per-gpu", job.gpus or 1)):
+        if (value := found.get(name, (0, None))[1]) and (megabytes := memory_mb(value)) is not None:
+            del found[name]
+            job.flags["mem"] = value if name == "mem" else f"{megabytes * count}M"
+            if name != "mem":
+                job.profile["slurm"]["mem_option"] = name
     for name, (line, value) in found.items():
-        _other(request, name, value, line)
-    return request
+        _other(job, name, value, f"line {line}, --{name}" + (f"={value}" if value is not None else ""))
+    return job
 
 
-def _gpus(request: Request, found: dict[str, tuple[int, str | None]]) -> None:
+def _gpus(job: Adoption, found: dict[str, tuple[int, str | None]]) -> None:
     for name in ("gpus-per-node", "gpus-per-task", "gpus", "gres"):
         value = found.get(name, (0, None))[1] or ""
         parts = value.split(",")
@@ -139,66 +130,47 @@ def _gpus(request: Request, found: dict[str, tuple[int, str | None]]) -> None:
         if not own or match is None:
             continue
         del found[name]
-        count = int(match[2] or 1)
-        request.gpus = count * request.tasks if name == "gpus-per-task" else count
+        job.gpus = int(match[2] or 1) * (job.tasks if name == "gpus-per-task" else 1)
         if name == "gpus":
-            request.gpus = -(-count // request.nodes)
-            request.superfluous.append((f"--gpus={value}", "--gpus-per-node requests them"))
+            job.gpus = -(-job.gpus // job.nodes)
+            job.superfluous["--gpus-per-node requests them"].append(f"--gpus={value}")
         if match[1]:
-            request.slurm["gpu_type"] = match[1]
+            job.profile["slurm"]["gpu_type"] = match[1]
         if name in ("gres", "gpus-per-task"):
-            request.slurm["gpu_option"] = name
+            job.profile["slurm"]["gpu_option"] = name
         if others := ",".join(part for part in parts if part != own):
-            request.slurm.setdefault("sbatch", {})["gres"] = others
+            job.profile["slurm"]["sbatch"] = {"gres": others}
         return
 
 
-def _memory(request: Request, found: dict[str, tuple[int, str | None]], cpus: int) -> None:
-    for name, count in (("mem", 1), ("mem-per-cpu", cpus), ("mem-per-gpu", request.gpus or 1)):
-        line, value = found.pop(name, (0, None))
-        if value is None:
-            continue
-        if (megabytes := memory_mb(value)) is None:
-            request.lost.append(f"line {line}, --{name}={value}: not a size")
-        elif name == "mem":
-            request.flags["mem"] = value
-        else:
-            request.flags["mem"] = f"{megabytes * count}M"
-            request.slurm["mem_option"] = name
-
-
-def _other(request: Request, name: str, value: str | None, line: int) -> None:
-    written = f"--{name}" + (f"={value}" if value is not None else "")
+def _other(job: Adoption, name: str, value: str | None, place: str) -> None:
+    slurm = job.profile["slurm"]
     if name == "signal" and (match := re.search(r"@(\d+)", value or "")) and int(match[1]) > SlurmConfig().warning_s:
-        request.slurm["warning_s"] = int(match[1])
-    if name in _OWN:
-        request.superfluous.append((written, _OWN[name]))
-    elif name in _NOT_CARRIED and not (name == "export" and value == "ALL"):
-        request.lost.append(f"line {line}, {written}: {_NOT_CARRIED[name]}")
+        slurm["warning_s"] = int(match[1])
+    if name in _SUPERFLUOUS:
+        job.superfluous[_SUPERFLUOUS[name]].append(place.partition(", ")[2])
+    elif name in _LOST:
+        if (name, value) != ("export", "ALL"):
+            job.lost.append(f"{place}: {_LOST[name]}")
     elif name in ("partition", "account", "qos", "constraint"):
-        request.slurm[name] = value
-    elif name == "time":
-        try:
-            seconds = walltime_s(SlurmConfig(time=value, warning_s=1).time or "")
-        except ValueError:
-            request.lost.append(f"line {line}, {written}: not a walltime")
-            return
-        request.flags["time"] = value or ""
-        if seconds is not None and seconds <= SlurmConfig().warning_s:
-            request.slurm["warning_s"] = max(1, seconds // 2)
+        slurm[name] = value
+    elif name == "time" and value and re.fullmatch(r"[\d:-]+", value):
+        job.flags["time"] = value
+        if (walltime_s(value) or 0) <= SlurmConfig().warning_s:
+            slurm["warning_s"] = max(1, (walltime_s(value) or 0) // 2)
     elif name == "job-name":
-        request.flags[name] = re.sub(r"^[.-]+|[^\w.-]", "_", value or "", flags=re.ASCII)
-        if request.flags[name] != value:
-            request.lost.append(f"line {line}, {written}: a name has letters, digits, '.', '_' and '-'")
+        job.flags[name] = re.sub(r"^[.-]+|[^\w.-]", "_", value or "", flags=re.ASCII)
+        if job.flags[name] != value:
+            job.lost.append(f"{place}: a name has letters, digits, '.', '_' and '-'")
     elif name == "exclusive" and value is None:
-        request.slurm["exclusive"] = True
+        slurm["exclusive"] = True
     elif name == "no-requeue":
-        request.slurm["requeue"] = False
+        slurm["requeue"] = False
     elif name == "chdir":
-        request.folder = value or ""
-    elif not re.fullmatch(r"[a-z][a-z0-9-]*", name):
-        request.lost.append(f"line {line}, {name}: no option of sbatch")
+        job.folder = value or "."
+    elif name in ("time", "mem", "mem-per-cpu", "mem-per-gpu") or not re.fullmatch(r"[a-z][a-z0-9-]*", name):
+        job.lost.append(f"{place}: not of a form that sbatch reads")
     elif name in _OF_JOB:
-        request.sbatch.append(name + (f"={value}" if value is not None else ""))
-    elif name != "export":
-        request.slurm.setdefault("sbatch", {})["clusters" if name == "cluster" else name] = value
+        job.sbatch.append(f"{name}={value}")
+    else:
+        slurm.setdefault("sbatch", {})[name] = value

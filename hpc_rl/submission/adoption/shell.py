@@ -1,7 +1,7 @@
 """The statements and words of a bash script, without running it. Pure functions, except for `bash -n`.
 
-This is no parser of bash: a word gets the values of variables that the script sets to literal texts. Everything else, such as
-`$(date)`, becomes a mark that names what is unknown, and stays one in the values that are made from it.
+This is no parser of bash: a word gets the values of variables that the script sets to literal texts. Everything else,
+such as `$(date)`, becomes a mark that names what is unknown, and stays one in the values that are made from it.
 """
 
 from __future__ import annotations
@@ -14,21 +14,27 @@ from dataclasses import dataclass
 
 from hpc_rl.submission.script.setup_lines import is_complete
 
-KEYWORDS = frozenset("if then else elif do while until for case select function { ! [[ [ test time".split())
+
+def names(text: str) -> frozenset[str]:
+    """Return the words of a text."""
+    return frozenset(text.split())
+
+
+KEYWORDS = names("if then else elif do while until for case select function { ! [[ [ test time")
 OF_SHELL = ("HOME", "USER", "PWD")
 """Variables that every shell has."""
 MARK = re.compile("\ue000([^\ue001]*)\ue001")
 _PLAIN = re.compile(r"[\w./:@%+=, -]*")
 _MOST_UNREADABLE = 5
-"""Commands that bash cannot read. Each is compared with the rest of the script; further ones are taken by their lines."""
+"""Commands that bash cannot read. For each, bash reads the rest of the script; further ones are taken by their lines."""
 _DEFINITION = re.compile(r"\s*(?:function\s+([\w-]+)|([\w-]+)\s*\(\))")
 _QUOTED = re.compile(
-    r'(?P<mark>\ue000[^\ue001]*\ue001)|(?P<escape>\\.)|(?P<quote>")|(?P<expansion>\$(?=[\w({@*#?!$])|`)|.', re.S
+    r"""(?P<mark>\ue000[^\ue001]*\ue001)|(?P<escape>\\.)|(?P<quote>")|(?P<expansion>\$(?=[\w({@*#?!$])|`)|.""", re.S
 )
 _BARE = re.compile(
     r"""(?P<mark>\ue000[^\ue001]*\ue001)|(?P<single>'[^']*')|(?P<escape>\\.)
-    |(?P<words>"\$(?:@|\{\w+\[@\]\})")|(?P<quote>")|(?P<expansion>\$(?=[\w({@*#?!$])|`)
-    |(?P<redirection>(?:(?<!\S)\d|&)?[<>]+(?:&\d?-?)?)|(?P<operator>[;|&\n]+|[()])|(?P<space>[ \t\r]+)
+    |(?P<items>"\$(?:@|\{\w+\[@\]\})")|(?P<quote>")|(?P<expansion>\$(?=[\w({@*#?!$])|`)
+    |(?P<redirection>(?:(?<!\S)\d|&)?[<>]+(?:&\d?-?)?)|(?P<array>\()|(?P<operator>[;|&\n]+|\))|(?P<glob>\*)|(?P<home>~)|(?P<space>[ \t\r]+)
     |(?P<comment>(?<!\S)\#[^\n]*)|.""",
     re.S | re.X,
 )
@@ -70,7 +76,7 @@ class Command:
 
 
 def statements(script: str) -> Iterator[Statement]:
-    """Yield the statements of a script. A command that bash cannot read, such as one with `<placeholders>`, is one too."""
+    """Yield the statements of a script. A command that bash cannot read, such as one with `<NAME>`, is one too."""
     lines, start, unreadable = script.splitlines(), 0, 0
     while start < len(lines):
         end = start + 1
@@ -96,6 +102,46 @@ def mark(name: str) -> str:
     return f"\ue000{name}\ue001"
 
 
+class _Commands:
+    """Collects the words of a text into commands."""
+
+    def __init__(self, text: str) -> None:
+        self.text, self.start = text, 0
+        self.commands: list[Command] = []
+        self.words: list[str] = []
+        self.word: str | None = None
+        self.skips_word = False
+        """Whether the next word is the file of a redirection."""
+
+    def add(self, text: str) -> None:
+        self.word = (self.word or "") + text
+
+    def add_expanded(self, value: str, is_whole: bool) -> None:
+        for index, piece in enumerate([value] if is_whole else re.split(r"\s+", value)):
+            if index:
+                self.end_word()
+            if piece or is_whole:
+                self.add(piece)
+
+    def add_array(self, items: list[str]) -> None:
+        array = Array(self.word or "")
+        array.items, self.word = items, None
+        self.words.append(array)
+
+    def end_word(self) -> None:
+        if self.word is not None and not self.skips_word:
+            self.words.append(self.word)
+        self.skips_word = self.skips_word and self.word is None
+        self.word = None
+
+    def end_command(self, operator: str, end: int, start: int) -> None:
+        """End a command, whose text ends at one position; that of the next one starts at another."""
+        self.end_word()
+        if self.words:
+            self.commands.append(Command(self.words, self.text[self.start : end].strip(), operator.strip(" \n") or ";"))
+        self.words, self.start = [], start
+
+
 class Scope:
     """The variables of a script, as far as they are known."""
 
@@ -103,11 +149,8 @@ class Scope:
         self.values: dict[str, str | list[str]] = dict(values)
         self.sources: dict[str, str] = {}
         """Name in a mark -> what the script has there; none for variables that it does not set."""
-        self.doubts: dict[str, str] = {}
-        """Variable -> why its value may be another one in the job."""
-        self.looked_up: set[str] = set()
-        """Variables of which the words of the present statement are made."""
-        self._uses: dict[str, set[str]] = {}
+        self.doubts: dict[str, tuple[str, str]] = {}
+        """Variable -> its value, and why it may have another one in the job."""
 
     def assign(self, word: str) -> str:
         """Assign NAME=VALUE or NAME+=VALUE; return the name."""
@@ -120,17 +163,8 @@ class Scope:
         elif isinstance(new, str) and (match := MARK.fullmatch(new)) and match[1].startswith("VALUE"):
             self.forget(name, self.sources[match[1]])
             return name
-        self.values[name], self._uses[name] = new, self.looked_up - {name}
+        self.values[name] = new
         return name
-
-    def used(self) -> set[str]:
-        """Return the variables of which the words of the present statement are made, and those of which these are made."""
-        found, pending = set[str](), list(self.looked_up)
-        while pending:
-            if (name := pending.pop()) not in found:
-                found.add(name)
-                pending += self._uses.get(name, ())
-        return found
 
     def forget(self, name: str, source: str) -> None:
         """Take a variable as unknown.
@@ -143,83 +177,56 @@ class Scope:
 
     def doubt(self, name: str, source: str, number: int) -> None:
         """Keep the value of a variable that a condition or loop may change; forget it if there is none."""
-        if value := self.values.get(name):
-            self.doubts[name] = f"{name} is {_short(value)} here; line {number} may change it"
+        if (value := self.values.get(name)) and not MARK.fullmatch(str(value)):
+            self._doubt(name, value, f"line {number} may change it")
         else:
             self.forget(name, source)
+
+    def _doubt(self, name: str, value: str | list[str], why: str) -> None:
+        text = " ".join(value if isinstance(value, list) else value.split())
+        self.doubts[name] = text, plain(f"{name} is {text if len(text) < 60 else text[:60] + ' ...'} here: {why}")
 
     def words(self, text: str) -> list[str]:
         return [word for command in self.commands(text) for word in command.words]
 
     def commands(self, text: str) -> list[Command]:
-        """Return the commands in a text, without redirections."""
-        found: list[Command] = []
-        words: list[str] = []
-        current: str | None = None
-        start, position, is_quoted, is_target = 0, 0, False, False
-
-        def push() -> None:
-            nonlocal current, is_target
-            if current is not None and not is_target:
-                words.append(current)
-            is_target, current = is_target and current is None, None
-
-        def close(operator: str, end: int) -> None:
-            nonlocal words
-            push()
-            if words:
-                found.append(Command(words, text[start:end].strip(), operator.strip(" \n") or ";"))
-            words = []
-
+        """Return the commands in a text, without redirections and comments."""
+        found, position, is_quoted = _Commands(text), 0, False
         while position < len(text):
             match = (_QUOTED if is_quoted else _BARE).match(text, position)
             assert match
-            kind, part, position = match.lastgroup, match[0], match.end()
+            kind, part, begin, position = match.lastgroup, match[0], match.start(), match.end()
             if kind == "quote":
-                is_quoted, current = not is_quoted, current or ""
+                is_quoted = not is_quoted
+                found.add("")
             elif kind == "single":
-                current = (current or "") + part[1:-1]
+                found.add(part[1:-1])
             elif kind == "escape":
-                kept = part if is_quoted and part[1] not in '$`"\\\n' else part[1].replace("\n", "")
-                current = current if part[1] == "\n" else (current or "") + kept
-            elif kind == "words":
-                words += self._all(part[2:-1].strip("{}").removesuffix("[@]"))
+                if part[1] != "\n":
+                    found.add(part if is_quoted and part[1] not in '$`"\\' else part[1])
+            elif kind == "items":
+                found.words += self._items(part[2:-1].strip("{}").removesuffix("[@]"))
             elif kind == "expansion":
-                value, position = self._expansion(text, match.start())
-                whole = is_quoted or '"' in text[match.start() : position]
-                pieces = [value] if whole else re.split(r"\s+", value)
-                for index, piece in enumerate(pieces):
-                    if index:
-                        push()
-                    current = (current or "") + piece if piece or whole else current
+                value, position = self._expansion(text, begin)
+                found.add_expanded(value, is_whole=is_quoted or '"' in text[begin:position])
             elif kind == "space":
-                push()
+                found.end_word()
             elif kind == "redirection":
-                push()
-                is_target = "&" not in part[1:]
-            elif part == "(" and current and re.fullmatch(r"\w+\+?=", current):
-                end = _end(text, match.start(), "(", ")")
-                array = Array(current)
-                array.items = self.words(text[position : end - 1])
-                words.append(array)
-                current, position = None, end
-            elif kind == "operator":
-                close(part, match.start())
-                start = position
-            elif part == "*" and not is_quoted:
-                current = (current or "") + mark(part * 2)
-            elif part == "~" and not is_quoted and re.fullmatch(r"(\w+=)?", current or ""):
-                current = (current or "") + mark("HOME")
-            elif kind == "comment":
-                close("", match.start())
-                start = position
+                found.end_word()
+                found.skips_word = "&" not in part[1:]
+            elif kind == "array" and re.fullmatch(r"\w+\+?=", found.word or ""):
+                position = _end(text, begin, "(", ")")
+                found.add_array(self.words(text[begin + 1 : position - 1]))
+            elif kind in ("operator", "array", "comment"):
+                found.end_command("" if kind == "comment" else part, begin, position)
+            elif kind == "home" and not re.fullmatch(r"(\w+=)?", found.word or ""):
+                found.add(part)
             else:
-                current = (current or "") + part
-        close("", len(text))
-        return found
+                found.add(mark("HOME") if kind == "home" else mark("**") if kind == "glob" else part)
+        found.end_command("", len(text), len(text))
+        return found.commands
 
-    def _all(self, name: str) -> list[str]:
-        self.looked_up.add(name)
+    def _items(self, name: str) -> list[str]:
         value = mark("@") if name == "@" else self.values.get(name, mark(name))
         return value if isinstance(value, list) else [value]
 
@@ -249,10 +256,12 @@ class Scope:
         if name in "@*" or name.isdigit():
             return mark("@" if name in "@*" else inner.replace(" ", ""))
         value = self.values.get(name)
-        self.looked_up.add(name)
         if not value and default is not None and not name.startswith("SLURM_"):
             value = " ".join(self.words(default))
-            self.doubts[name] = f"{name} is {_short(value)} here, its default in the script"
+            if value:
+                self._doubt(name, value, "its default in the script")
+            if match[3] == "=":
+                self.values[name] = value
         if value is None:
             return mark(name)
         return value if isinstance(value, str) else " ".join(value) if match[2] else value[0] if value else ""
@@ -268,11 +277,6 @@ class Scope:
         name = known or f"VALUE{sum(name.startswith('VALUE') for name in self.sources) + 1}"
         self.sources[name] = source
         return mark(name)
-
-
-def _short(value: str | list[str]) -> str:
-    text = " ".join(value if isinstance(value, list) else value.split())
-    return plain(text if len(text) < 60 else f"{text[:60]} ...")
 
 
 def plain(text: str) -> str:

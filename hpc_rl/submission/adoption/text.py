@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import shlex
 import textwrap
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
-from hpc_rl.submission.adoption.script import Adoption
+from hpc_rl.submission.adoption.directives import Adoption
 from hpc_rl.submission.adoption.shell import shown
 
 _WIDTH = 110
@@ -29,26 +30,27 @@ def adoption_text(found: Adoption, script: str, profile: str) -> str:
     replaced = [f"{what}: {', '.join(_places(places))}" for what, places in found.superfluous.items()]
     lines += _notes("Superfluous, because hpc-rl does it:", replaced)
     lines.append("")
-    if found.folder not in ("", "."):
+    if found.folder != ".":
         lines.append(f"cd {shown(found.folder)} &&")
     site = []
-    if found.profile:
+    profile_lines = {section: values for section, values in found.profile.items() if values}
+    if profile_lines:
         site = [f"--site {shlex.quote(profile)}"]
         lines += [
             "# Lines for a site profile. To use them in all jobs, move them to ~/.config/hpc-rl/site.yaml.",
             f"cat > {shlex.quote(profile)} <<'END' &&",
-            *_yaml(found).splitlines(),
+            *_yaml(profile_lines).splitlines(),
             "END",
         ]
-    flags = [f"--{name} {shown(found.request.flags[name])}" for name in _FLAGS if name in found.request.flags]
-    own = [*site, *flags, *(f"--sbatch {shlex.quote(option)}" for option in found.request.sbatch)]
+    flags = [f"--{name} {shown(found.flags[name])}" for name in _FLAGS if name in found.flags]
+    own = [*site, *flags, *(f"--sbatch {shlex.quote(option)}" for option in found.sbatch)]
     program = _pairs([shown(word) for word in found.program])
     lines += _filled([f"hpc-rl submit {found.kind}", *own], "    ", last=" \\")
     lines += [f"    {line}" for line in _filled(["--", *program], "    ")]
     return "\n".join(lines) + "\n"
 
 
-def _yaml(found: Adoption) -> str:
+def _yaml(profile: Mapping[str, Any]) -> str:
     import yaml
 
     class Dumper(yaml.SafeDumper):
@@ -58,7 +60,7 @@ def _yaml(found: Adoption) -> str:
         return dumper.represent_scalar("tag:yaml.org,2002:str", value, style="|" if "\n" in value else None)
 
     Dumper.add_representer(str, text)
-    return str(yaml.dump(found.profile, Dumper=Dumper, sort_keys=False, allow_unicode=True, width=1000))
+    return str(yaml.dump(profile, Dumper=Dumper, sort_keys=False, allow_unicode=True, width=1000))
 
 
 def _notes(title: str, notes: Sequence[str]) -> Iterator[str]:
