@@ -71,6 +71,8 @@ _COMMANDS: dict[tuple[str, ...], list[str]] = {("axolotl", "train"): ["axolotl.c
 _COMMANDS |= {("trl", name): [f"trl.scripts.{name}"] for name in ("sft", "dpo", "grpo", "kto", "reward", "rloo")}
 _COMMANDS |= {("litgpt", name): ["litgpt", name] for name in ("pretrain", "finetune", "finetune_full", "finetune_lora")}
 """Command that starts processes itself, and its first argument -> the module that runs in each process, and its own."""
+_ON_RAY = re.compile(r"-m (verl|recipe|openrlhf\.cli\.train_ppo_ray|skyrl\w*|nemo_rl|rllm)\b")
+"""Modules that start Ray themselves, if it does not run."""
 
 
 @dataclass
@@ -194,13 +196,14 @@ def _launched(found: Program, name: str, rest: list[str]) -> Program:
     """Complete the program by the words from its launcher or its Python on."""
     if module := _COMMANDS.get((name, *rest[1:2])):
         end = rest.index("--launcher") if "--launcher" in rest else len(rest)
-        name, rest = "torchrun", ["torchrun", "-m", *module, *rest[2:end]]
+        name, rest = "torchrun", ["torchrun", "--nproc-per-node=gpu", "-m", *module, *rest[2:end]]
     elif _PYTHON.fullmatch(name):
         found.python, rest = name, rest[1:]
         while rest and rest[0].startswith("-") and rest[0] not in ("-m", "-c", "-"):
             rest = rest[2:] if rest[0] in ("-W", "-X") else rest[1:]
         name = _MODULES.get(rest[1], "") if rest[:1] == ["-m"] and len(rest) > 1 else ""
         if not name:
+            found.uses_ray = found.uses_ray or bool(_ON_RAY.match(" ".join(rest)))
             found.rank, found.words = max(found.rank, PLAIN), rest
             found.rank *= bool(rest) and rest[0] not in ("-c", "-")
             return found
@@ -212,7 +215,7 @@ def _launched(found: Program, name: str, rest: list[str]) -> Program:
         return found
     options, words = take_options(rest[1:], _LAUNCHERS[name])
     given = {key: value or "" for key, value in options}
-    found.processes = given.get("nproc-per-node") or given.get("num-gpus")
+    found.processes = given.get("nproc-per-node") or given.get("num-gpus") or ("1" if name == "torchrun" else None)
     total, machines = given.get("num-processes", ""), given.get("num-machines", "1")
     if total.isdigit() and machines.isdigit():
         found.processes = str(int(total) // int(machines))

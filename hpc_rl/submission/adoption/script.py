@@ -12,11 +12,12 @@ from pathlib import PurePosixPath
 
 from hpc_rl.config.slurm import SlurmConfig
 from hpc_rl.errors import UserError
+from hpc_rl.formats.counted import counted
 from hpc_rl.run_dir import ENV_RUN_DIR
 from hpc_rl.software.secrets import names_secret
 from hpc_rl.submission.adoption.directives import Adoption, adopt_options, sbatch_options
 from hpc_rl.submission.adoption.parts import MESSAGES, Part, first_ray, read_parts, replaced_by, replaced_text, simple
-from hpc_rl.submission.adoption.programs import LAUNCHER, RUNTIMES, STEP, Program
+from hpc_rl.submission.adoption.programs import LAUNCHER, PLAIN, RUNTIMES, STEP, Program
 from hpc_rl.submission.adoption.shell import MARK, OF_SHELL, Scope, mark, names, plain
 
 _STEP = "a step before the program; a line of set-up runs on the first node only"
@@ -44,6 +45,7 @@ def adopt(script: str, name: str) -> Adoption:
         raise UserError(
             f"{name} was rendered by hpc-rl: submit it with hpc-rl submit KIND --script {name}, or sbatch {name}"
         )
+    script = MARK.sub("", script)
     job = adopt_options(list(sbatch_options(script)))
     scope = Scope(job.variables())
     if job.folder == "." and not re.search(r"(?m)^\s*cd\s", script):
@@ -67,9 +69,10 @@ def _choose(parts: list[Part], name: str) -> Part:
             key=lambda one: (one.operator != "&" or one.program.rank == LAUNCHER, one.program.rank, bool(one.words)),
         )
     steps = [part.place for part in parts if part.name in ("srun", "bash", "sh", "mpirun", "exec")]
+    seen = f"; {steps[-1]} starts none that can be seen" if steps else ""
     raise UserError(
-        f"{name} has no line that starts a program in Python by torchrun, accelerate launch, deepspeed, python or ray job submit"
-        + (f"; {steps[-1]} starts none that can be seen" if steps else "")
+        f"{name} has no line that starts a program in Python (by torchrun, accelerate launch, deepspeed, python or "
+        f"ray job submit){seen}"
     )
 
 
@@ -102,7 +105,7 @@ class _Walk:
                 self._export(self.main, key, value)
         self._srun(program)
         self._container(program)
-        job.lost += [f"line {self.main.number}, {what}" for what in program.lost]
+        job.lost += [plain(f"line {self.main.number}, {what}") for what in program.lost]
         self._processes(program)
         self._finish(program)
 
@@ -229,22 +232,31 @@ class _Walk:
                 container["options"] = [*container.get("options", []), option + (f"={text}" if value else "")]
 
     def _processes(self, program: Program) -> None:
-        job, given = self.job, program.processes
-        stated = int(given) if given and given.isdigit() else job.tasks if job.tasks > 1 else None
+        job, given, slurm = self.job, program.processes, self.job.profile["slurm"]
+        started = {STEP: str(job.tasks), PLAIN: "1"}.get(program.rank, given) or ""
+        count = int(started) if started.isdigit() and job.kind == "torchrun" else job.gpus or 1
         if job.gpus == 0:
             job.profile["trainer"]["device"] = "cpu"
         elif job.gpus is None:
-            job.profile["slurm"]["leave_out"] = ["gpus-per-node"]
+            slurm["leave_out"] = ["gpus-per-node"]
             job.checks.append("the script requests no GPUs: --gpus-per-node is the number of processes on a node")
-        elif stated not in (None, job.gpus) and job.kind == "torchrun":
+        elif count != job.gpus:
+            kind, option = slurm.pop("gpu_type", ""), slurm.pop("gpu_option", "")
+            number = f"{kind}:{job.gpus}" if kind else str(job.gpus)
+            requested = {"gres": f"gpu:{number}"} if option == "gres" else {"gpus-per-node": number}
+            slurm["sbatch"] = slurm.get("sbatch", {}) | requested
             job.checks.append(
-                f"the script starts {stated} processes on a node, and hpc-rl one for each of {job.gpus} GPUs"
+                f"the script starts {counted(count, 'process')} on a node with {counted(job.gpus, 'GPU')}, and so does "
+                f"the job. For one on each GPU, write --gpus-per-node {job.gpus}, and remove {next(iter(requested))} "
+                "from the profile"
             )
-        job.flags |= {"nodes": str(job.nodes), "gpus-per-node": str(job.gpus or stated or 1)}
-        if job.kind == "torchrun" and program.rank == STEP and job.tasks > 1:
+        job.flags |= {"nodes": str(job.nodes), "gpus-per-node": str(count)}
+        if program.rank == PLAIN and job.nodes > 1 and job.kind == "torchrun":
+            job.checks.append(f"the script starts its program on one node, and the job on all {job.nodes}")
+        if program.rank == STEP and job.tasks > 1 and job.kind == "torchrun":
             job.checks.append(
-                "srun started the ranks, and now torchrun does: the program has to read RANK, LOCAL_RANK and WORLD_SIZE, and not "
-                "SLURM_PROCID, SLURM_LOCALID and SLURM_NTASKS"
+                "srun started the ranks, and now torchrun does: the program has to read RANK, LOCAL_RANK and "
+                "WORLD_SIZE, and not SLURM_PROCID, SLURM_LOCALID and SLURM_NTASKS"
             )
 
     def _finish(self, program: Program) -> None:

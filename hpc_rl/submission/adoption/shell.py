@@ -26,7 +26,7 @@ OF_SHELL = ("HOME", "USER", "PWD")
 MARK = re.compile("\ue000([^\ue001]*)\ue001")
 _PLAIN = re.compile(r"[\w./:@%+=, -]*")
 _MOST_UNREADABLE = 5
-"""Commands that bash cannot read. For each, bash reads the rest of the script; further ones are taken by their lines."""
+"""Commands that bash cannot read. Each takes a reading of the rest of the script; further ones are taken by lines."""
 _DEFINITION = re.compile(r"\s*(?:function\s+([\w-]+)|([\w-]+)\s*\(\))")
 _QUOTED = re.compile(
     r"""(?P<mark>\ue000[^\ue001]*\ue001)|(?P<escape>\\.)|(?P<quote>")|(?P<expansion>\$(?=[\w({@*#?!$])|`)|.""", re.S
@@ -34,8 +34,8 @@ _QUOTED = re.compile(
 _BARE = re.compile(
     r"""(?P<mark>\ue000[^\ue001]*\ue001)|(?P<single>'[^']*')|(?P<escape>\\.)
     |(?P<items>"\$(?:@|\{\w+\[@\]\})")|(?P<quote>")|(?P<expansion>\$(?=[\w({@*#?!$])|`)
-    |(?P<redirection>(?:(?<!\S)\d|&)?[<>]+(?:&\d?-?)?)|(?P<array>\()|(?P<operator>[;|&\n]+|\))|(?P<glob>\*)|(?P<home>~)|(?P<space>[ \t\r]+)
-    |(?P<comment>(?<!\S)\#[^\n]*)|.""",
+    |(?P<redirection>(?:(?<!\S)\d|&)?[<>]+(?:&\d?-?)?)|(?P<array>\()|(?P<operator>[;|&\n]+|\))|(?P<glob>\*)
+    |(?P<home>~)|(?P<space>[ \t\r]+)|(?P<comment>(?<!\S)\#[^\n]*)|.""",
     re.S | re.X,
 )
 
@@ -254,7 +254,8 @@ class Scope:
             return self._unknown(source)
         name, default = match[1], match[4]
         if name in "@*" or name.isdigit():
-            return mark("@" if name in "@*" else inner.replace(" ", ""))
+            is_short = re.fullmatch(r"[\w./:@%+=,-]*", default or "")
+            return mark("@" if name in "@*" else inner) if is_short else self._unknown(source)
         value = self.values.get(name)
         if not value and default is not None and not name.startswith("SLURM_"):
             value = " ".join(self.words(default))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
@@ -21,10 +22,8 @@ def adoption_text(found: Adoption, script: str, profile: str) -> str:
         script: name of the script.
         profile: name of the file for the profile.
     """
-    lines = [
-        "#!/bin/bash",
-        f"# {script}, adopted by hpc-rl. To see the job script first, add --dry-run after `submit {found.kind}`.",
-    ]
+    title = f"{script}, adopted by hpc-rl. To see the job script first, add --dry-run after `submit {found.kind}`."
+    lines = ["#!/bin/bash", f"# {' '.join(title.split())}"]
     lines += _notes("Not carried over:", found.lost)
     lines += _notes("Check:", found.checks)
     replaced = [f"{what}: {', '.join(_places(places))}" for what, places in found.superfluous.items()]
@@ -68,27 +67,16 @@ def _notes(title: str, notes: Sequence[str]) -> Iterator[str]:
         yield "#"
         yield f"# {title}"
     for note in dict.fromkeys(notes):
-        yield from textwrap.wrap(
-            note,
-            _WIDTH,
-            initial_indent="# - ",
-            subsequent_indent="#   ",
-            break_on_hyphens=False,
-            break_long_words=False,
-        )
+        first, *others = textwrap.wrap(note, _WIDTH - 4, break_on_hyphens=False, break_long_words=False)
+        yield f"# - {first}"
+        yield from (f"#   {line}" for line in others)
 
 
 def _pairs(words: Sequence[str]) -> list[str]:
     """Join options with their values, so that they stay on one line."""
     found: list[str] = []
     for word in words:
-        if (
-            found
-            and found[-1].startswith("-")
-            and " " not in found[-1]
-            and "=" not in found[-1]
-            and not word.startswith("-")
-        ):
+        if found and re.fullmatch(r"-[^ =]*", found[-1]) and not word.startswith("-"):
             found[-1] += f" {word}"
         else:
             found.append(word)
