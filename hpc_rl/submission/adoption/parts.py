@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from hpc_rl.submission.adoption.programs import Program, find_program, name_of
 from hpc_rl.submission.adoption.shell import KEYWORDS, Command, Scope, Statement, names, plain, statements
@@ -28,6 +28,7 @@ _SUPERFLUOUS = {
     r"|\b(CUDA|ROCR|HIP)_VISIBLE_DEVICES=",
 }
 """What hpc-rl does -> pattern of statements that do it by hand."""
+HERE_DOCUMENT = re.compile(r"<<-?\s*['\"\\]?\w")
 _DECLARING = ("export", "declare", "typeset", "readonly", "local")
 _READING = ("read", "mapfile", "readarray", "getopts")
 _ASSIGNMENT = re.compile(r"[A-Za-z_]\w*(\[[^]]*\])?\+?=")
@@ -46,7 +47,8 @@ class Part:
     defines: dict[str, str | list[str] | None] = field(default_factory=dict)
     """Variables that it sets (name -> value), and the function that it defines."""
     exports: bool = False
-    only_prints: bool = False
+    only_sets: bool = False
+    """Whether it is a loop or a condition that sets variables and prints messages only, or defines a function."""
     replaced_by: str = ""
     """What hpc-rl does instead of it, if so."""
     program: Program = field(default_factory=Program)
@@ -88,16 +90,37 @@ def _compound(statement: Statement, scope: Scope) -> Part:
     programs = [find_program(one.words, scope) for one in commands]
     part.program = max(programs, key=lambda one: one.rank, default=part.program)
     part.defines = dict.fromkeys({statement.defines} if statement.defines else names)
-    first_words = [next((word for word in one.words if word not in KEYWORDS), ":") for one in commands]
-    part.only_prints = all(
-        word in MESSAGES or one.words[0] in ("[", "[[") for word, one in zip(first_words, commands, strict=True)
-    )
+    has_labels = bool(re.search(r"\bcase\b", statement.text))
+    part.only_sets = bool(statement.defines) or all(_does_nothing(one, has_labels) for one in commands)
     return part
+
+
+def _does_nothing(command: Command, has_labels: bool) -> bool:
+    """Return whether a command in a loop or condition only tests, prints, or sets a variable of the script.
+
+    Args:
+        has_labels: the statement has a `case`, whose labels look like commands.
+    """
+    words = [word for word in command.words if word not in KEYWORDS - {"[", "[[", "test", "case", "for", "select"}]
+    is_label = has_labels and len(words) == 1 and command.operator in ("|", ")")
+    is_test = words[:1] and (words[0].startswith("-") or words[-1] in ("]", "]]"))  # a part of one, after ||
+    prints = is_test or not words or (words[0] in MESSAGES and not writes_file(command.text))
+    return bool(prints) or is_label or words[0] in KEYWORDS or all(map(_ASSIGNMENT.match, words))
+
+
+def writes_file(text: str) -> bool:
+    """Return whether a command that prints something writes a file with it, which is no log."""
+    return bool(HERE_DOCUMENT.search(text)) or any(
+        not re.search(r"(?i)log|\.(out|err|txt)\b|/dev/", name) for name in re.findall(r">\s*([^\s&|;>(]+)", text)
+    )
 
 
 def _commands(statement: Statement, scope: Scope) -> Iterator[tuple[int, Command]]:
     """Yield line and command; commands that depend on each other are one, with the words of the first."""
     text, start, first = statement.text, 0, None
+    if HERE_DOCUMENT.search(text):
+        yield from ((statement.number, replace(one, text=text)) for one in scope.commands(text.splitlines()[0])[:1])
+        return
     for command in scope.commands(text):
         begin = text.find(command.text, start)
         first = first or (begin, command.words)

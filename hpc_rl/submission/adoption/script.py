@@ -16,7 +16,16 @@ from hpc_rl.formats.counted import counted
 from hpc_rl.run_dir import ENV_RUN_DIR
 from hpc_rl.software.secrets import names_secret
 from hpc_rl.submission.adoption.directives import Adoption, adopt_options, sbatch_options
-from hpc_rl.submission.adoption.parts import MESSAGES, Part, first_ray, read_parts, replaced_by, replaced_text, simple
+from hpc_rl.submission.adoption.parts import (
+    MESSAGES,
+    Part,
+    first_ray,
+    read_parts,
+    replaced_by,
+    replaced_text,
+    simple,
+    writes_file,
+)
 from hpc_rl.submission.adoption.programs import LAUNCHER, PLAIN, RUNTIMES, STEP, Program
 from hpc_rl.submission.adoption.shell import MARK, OF_SHELL, Scope, mark, names, plain
 
@@ -115,10 +124,10 @@ class _Walk:
         if part.replaced_by:
             self.job.superfluous[part.replaced_by].append(part.number)
         elif (
-            name in MESSAGES
-            or part.only_prints
-            or (part.defines and not (part.exports and where != "after"))
-            or (name == "srun" and not rank and part.words[-1] in MESSAGES)
+            part.only_sets
+            or (part.words and part.defines and (where == "after" or not part.exports))
+            or (name in MESSAGES and not writes_file(part.text))
+            or (name == "srun" and part.words[-1] in MESSAGES)
         ):
             return
         elif where == "inside":
@@ -242,13 +251,14 @@ class _Walk:
             job.checks.append("the script requests no GPUs: --gpus-per-node is the number of processes on a node")
         elif count != job.gpus:
             kind, option = slurm.pop("gpu_type", ""), slurm.pop("gpu_option", "")
-            number = f"{kind}:{job.gpus}" if kind else str(job.gpus)
-            requested = {"gres": f"gpu:{number}"} if option == "gres" else {"gpus-per-node": number}
-            slurm["sbatch"] = slurm.get("sbatch", {}) | requested
+            number, own = f"{kind}:{job.gpus}" if kind else str(job.gpus), slurm.setdefault("sbatch", {})
+            if option == "gres":
+                own["gres"] = ",".join([f"gpu:{number}", *filter(None, [own.get("gres")])])
+            else:
+                own["gpus-per-node"] = number
             job.checks.append(
                 f"the script starts {counted(count, 'process')} on a node with {counted(job.gpus, 'GPU')}, and so does "
-                f"the job. For one on each GPU, write --gpus-per-node {job.gpus}, and remove {next(iter(requested))} "
-                "from the profile"
+                f"the job. For one on each GPU, write --gpus-per-node {job.gpus} and remove the GPUs from slurm.sbatch"
             )
         job.flags |= {"nodes": str(job.nodes), "gpus-per-node": str(count)}
         if program.rank == PLAIN and job.nodes > 1 and job.kind == "torchrun":
@@ -306,8 +316,10 @@ class _Walk:
                 why = "{}: known in the job only; replace it below"
             elif name in (*OF_SHELL, "**"):
                 continue
+            elif name.endswith(":-"):
+                why = "{}: empty if your shell does not set it"
             else:
                 what = f"not known (`{plain(source)}`)" if source else "not set in the script"
                 why = f"{{}}: {what}; set it in your shell, or replace it below"
-            found.setdefault(why, []).append(name)
+            found.setdefault(why, []).append(name.removesuffix(":-"))
         self.job.checks += [why.replace("{}", ", ".join(names), 1) for why, names in found.items()]

@@ -62,7 +62,7 @@ class Statement:
 
     @property
     def is_compound(self) -> bool:
-        return bool(self.defines) or self.text.split(None, 1)[0] in KEYWORDS or self.text.startswith(("(", "[", "{"))
+        return bool(self.defines or re.match(r"(if|while|until|for|case|select|\[\[?|\{|test)\s|\(", self.text))
 
 
 @dataclass(frozen=True)
@@ -257,14 +257,13 @@ class Scope:
             is_short = re.fullmatch(r"[\w./:@%+=,-]*", default or "")
             return mark("@" if name in "@*" else inner) if is_short else self._unknown(source)
         value = self.values.get(name)
-        if not value and default is not None and not name.startswith("SLURM_"):
+        if not value and default and not name.startswith("SLURM_"):
             value = " ".join(self.words(default))
-            if value:
-                self._doubt(name, value, "its default in the script")
+            self._doubt(name, value, "its default in the script")
             if match[3] == "=":
                 self.values[name] = value
         if value is None:
-            return mark(name)
+            return mark(f"{name}:-" if default == "" else name)
         return value if isinstance(value, str) else " ".join(value) if match[2] else value[0] if value else ""
 
     def _arithmetic(self, inner: str, source: str) -> str:
@@ -329,6 +328,8 @@ def _form(name: str) -> str:
         return "*"
     if name in OF_SHELL or name == "@" or name.isdigit():
         return f'"${name}"'
+    if name.endswith(":-"):
+        return f"${{{name}}}"
     return f'"${{{name}}}"' if name[0].isdigit() else f'"${{{name}:?}}"'
 
 
