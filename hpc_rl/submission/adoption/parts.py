@@ -68,11 +68,9 @@ def read_parts(script: str, scope: Scope) -> Iterator[Part]:
     """Yield the parts of a script in their order. The variables of the scope have their last values afterwards."""
     tainted: dict[str, str] = {}
     for statement in statements(script):
-        if statement.is_compound:
-            parts = [_compound(statement, scope)]
-        else:
-            parts = [simple(number, command, scope) for number, command in _commands(statement, scope)]
-        for part in parts:
+        commands = [] if statement.is_compound else _commands(statement, scope)
+        parts = (simple(number, command, scope) for number, command in commands)
+        for part in [_compound(statement, scope)] if statement.is_compound else parts:
             part.replaced_by = replaced_by(part, tainted)
             yield part
 
@@ -86,7 +84,7 @@ def _compound(statement: Statement, scope: Scope) -> Part:
         for name in _assigned(command):
             names.add(name)
             scope.doubt(name, first, statement.number)
-    commands = scope.commands(statement.text)
+    commands = list(scope.commands(statement.text))
     programs = [find_program(one.words, scope) for one in commands]
     part.program = max(programs, key=lambda one: one.rank, default=part.program)
     part.defines = dict.fromkeys({statement.defines} if statement.defines else names)
@@ -119,7 +117,8 @@ def _commands(statement: Statement, scope: Scope) -> Iterator[tuple[int, Command
     """Yield line and command; commands that depend on each other are one, with the words of the first."""
     text, start, first = statement.text, 0, None
     if HERE_DOCUMENT.search(text):
-        yield from ((statement.number, replace(one, text=text)) for one in scope.commands(text.splitlines()[0])[:1])
+        first_line = next(scope.commands(text.splitlines()[0]))
+        yield statement.number, replace(first_line, text=text)
         return
     for command in scope.commands(text):
         begin = text.find(command.text, start)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from copy import deepcopy
 from dataclasses import dataclass, field
 from pathlib import PurePosixPath
@@ -179,15 +179,17 @@ def _inline(words: list[str]) -> str | None:
     return words[place + 1] if place + 1 < len(words) else None
 
 
-def _first(found: Program, commands: list[Command], scope: Scope) -> Program:
-    """Return the first program of a `bash -c`, with what is around it."""
-    for index, command in enumerate(commands):
+def _first(found: Program, commands: Iterable[Command], scope: Scope) -> Program:
+    """Return the first program of a `bash -c`, with the commands before it."""
+    before: list[Command] = []
+    for command in commands:
         if all(map(_ASSIGNMENT.match, command.words)):
             for word in command.words:
                 scope.assign(word)
         if (inner := find_program(command.words, scope, deepcopy(found))).rank:
-            inner.before = commands[:index] + inner.before
+            inner.before = before + inner.before
             return inner
+        before.append(command)
     found.rank = 0
     return found
 

@@ -107,7 +107,6 @@ class _Commands:
 
     def __init__(self, text: str) -> None:
         self.text, self.start = text, 0
-        self.commands: list[Command] = []
         self.words: list[str] = []
         self.word: str | None = None
         self.skips_word = False
@@ -134,12 +133,13 @@ class _Commands:
         self.skips_word = self.skips_word and self.word is None
         self.word = None
 
-    def end_command(self, operator: str, end: int, start: int) -> None:
-        """End a command, whose text ends at one position; that of the next one starts at another."""
+    def end_command(self, operator: str, end: int, start: int) -> Iterator[Command]:
+        """Yield a command, whose text ends at one position; that of the next one starts at another."""
         self.end_word()
-        if self.words:
-            self.commands.append(Command(self.words, self.text[self.start : end].strip(), operator.strip(" \n") or ";"))
+        text, words = self.text[self.start : end].strip(), self.words
         self.words, self.start = [], start
+        if words:
+            yield Command(words, text, operator.strip(" \n") or ";")
 
 
 class Scope:
@@ -189,8 +189,8 @@ class Scope:
     def words(self, text: str) -> list[str]:
         return [word for command in self.commands(text) for word in command.words]
 
-    def commands(self, text: str) -> list[Command]:
-        """Return the commands in a text, without redirections and comments."""
+    def commands(self, text: str) -> Iterator[Command]:
+        """Yield the commands in a text, without redirections and comments. Variables that are set meanwhile count."""
         found, position, is_quoted = _Commands(text), 0, False
         while position < len(text):
             match = (_QUOTED if is_quoted else _BARE).match(text, position)
@@ -218,13 +218,12 @@ class Scope:
                 position = _end(text, begin, "(", ")")
                 found.add_array(self.words(text[begin + 1 : position - 1]))
             elif kind in ("operator", "array", "comment"):
-                found.end_command("" if kind == "comment" else part, begin, position)
+                yield from found.end_command("" if kind == "comment" else part, begin, position)
             elif kind == "home" and not re.fullmatch(r"(\w+=)?", found.word or ""):
                 found.add(part)
             else:
                 found.add(mark("HOME") if kind == "home" else mark("**") if kind == "glob" else part)
-        found.end_command("", len(text), len(text))
-        return found.commands
+        yield from found.end_command("", len(text), len(text))
 
     def _items(self, name: str) -> list[str]:
         value = mark("@") if name == "@" else self.values.get(name, mark(name))
@@ -317,9 +316,9 @@ def shown(word: str) -> str:
 
 def _sum(text: str) -> str:
     """Return the value of sums and products of whole numbers; empty for anything else."""
-    if not re.fullmatch(r"\s*-?\d+(\s*[-+*]\s*\d+)*\s*", text):
+    if not re.fullmatch(r"\s*-?\d+(\s*[-+*]\s*-?\d+)*\s*", text):
         return ""
-    terms = re.findall(r"([-+]?)\s*(\d+(?:\s*\*\s*\d+)*)", text)
+    terms = re.findall(r"([-+]?)\s*(-?\d+(?:\s*\*\s*-?\d+)*)", text)
     return str(sum((-1 if sign == "-" else 1) * math.prod(map(int, term.split("*"))) for sign, term in terms))
 
 
