@@ -35,7 +35,7 @@ _ASSIGNMENT = re.compile(r"[A-Za-z_]\w*(\[[^]]*\])?\+?=")
 
 
 @dataclass
-class Part:
+class ScriptPart:
     """A command, or a statement such as a loop."""
 
     number: int
@@ -64,7 +64,7 @@ class Part:
         return f"line {self.number}, `{first[:80]}{' ...' if others or len(first) > 80 else ''}`"
 
 
-def read_parts(script: str, scope: Scope) -> Iterator[Part]:
+def read_parts(script: str, scope: Scope) -> Iterator[ScriptPart]:
     """Yield the parts of a script in their order. The variables of the scope have their last values afterwards."""
     tainted: dict[str, str] = {}
     for statement in statements(script):
@@ -75,8 +75,8 @@ def read_parts(script: str, scope: Scope) -> Iterator[Part]:
             yield part
 
 
-def _compound(statement: Statement, scope: Scope) -> Part:
-    part, first = Part(statement.number, statement.text), statement.text.splitlines()[0]
+def _compound(statement: Statement, scope: Scope) -> ScriptPart:
+    part, first = ScriptPart(statement.number, statement.text), statement.text.splitlines()[0]
     names = set(re.findall(r"\bfor\s+([A-Za-z_]\w*)\s", statement.text))
     for name in names:
         scope.forget(name, first)
@@ -130,9 +130,9 @@ def _commands(statement: Statement, scope: Scope) -> Iterator[tuple[int, Command
             first = None
 
 
-def simple(number: int, command: Command, scope: Scope) -> Part:
+def simple(number: int, command: Command, scope: Scope) -> ScriptPart:
     """Return the part that is one command, and set its variables."""
-    part, words = Part(number, command.text, command.words, command.operator), command.words
+    part, words = ScriptPart(number, command.text, command.words, command.operator), command.words
     if words[0] in _DECLARING:
         part.exports = words[0] == "export" or "-x" in words
         words = [word for word in words[1:] if not word.startswith("-")]
@@ -157,7 +157,7 @@ def _assigned(command: Command) -> Iterator[str]:
         yield from (re.split(r"\+?=", word)[0] for word in words if _ASSIGNMENT.match(word))
 
 
-def replaced_by(part: Part, tainted: dict[str, str]) -> str:
+def replaced_by(part: ScriptPart, tainted: dict[str, str]) -> str:
     """Return what hpc-rl does instead of a part; empty if nothing.
 
     Args:
@@ -179,6 +179,6 @@ def replaced_text(text: str) -> str:
     return next((what for what, pattern in _SUPERFLUOUS.items() if re.search(pattern, text, re.M)), "")
 
 
-def first_ray(parts: Sequence[Part]) -> int | None:
+def first_ray(parts: Sequence[ScriptPart]) -> int | None:
     """Return the index of the part that starts Ray first."""
     return next((index for index, part in enumerate(parts) if STARTS_RAY.search(part.text)), None)

@@ -18,7 +18,7 @@ from hpc_rl.software.secrets import names_secret
 from hpc_rl.submission.adoption.directives import Adoption, adopt_options, sbatch_options
 from hpc_rl.submission.adoption.parts import (
     MESSAGES,
-    Part,
+    ScriptPart,
     first_ray,
     read_parts,
     replaced_by,
@@ -69,7 +69,7 @@ def adopt(script: str, name: str) -> Adoption:
     return job
 
 
-def _choose(parts: list[Part], name: str) -> Part:
+def _choose(parts: list[ScriptPart], name: str) -> ScriptPart:
     """Return the part with the job's program: the first one with a launcher, or else with srun, or else with Python."""
     programs = [part for part in parts[first_ray(parts) or 0 :] if part.program.rank]
     if programs:
@@ -88,10 +88,10 @@ def _choose(parts: list[Part], name: str) -> Part:
 class _Walk:
     """Goes through the parts of a script and completes its job."""
 
-    def __init__(self, job: Adoption, scope: Scope, parts: list[Part], main: Part) -> None:
+    def __init__(self, job: Adoption, scope: Scope, parts: list[ScriptPart], main: ScriptPart) -> None:
         self.job, self.scope, self.parts, self.main = job, scope, parts, main
         self.program = main.program
-        self.setup: list[Part] = []
+        self.setup: list[ScriptPart] = []
         self.env: dict[str, str] = {}
 
     def run(self) -> None:
@@ -118,7 +118,7 @@ class _Walk:
         self._processes(program)
         self._finish(program)
 
-    def _place(self, part: Part, where: str) -> None:
+    def _place(self, part: ScriptPart, where: str) -> None:
         """Give a part its end."""
         name, rank, lost = part.name, part.program.rank, ""
         if part.replaced_by:
@@ -158,13 +158,13 @@ class _Walk:
         if lost:
             self.job.lost.append(f"{part.place}: {lost}")
 
-    def _set_up(self, part: Part) -> None:
+    def _set_up(self, part: ScriptPart) -> None:
         if re.search(r"\$\{?([0-9@*#]|BASH_SOURCE)", part.text):
             self.job.lost.append(f"{part.place}: a line of set-up has no arguments of the script")
         elif part not in self.setup:
             self.setup.append(part)
 
-    def _module(self, part: Part) -> None:
+    def _module(self, part: ScriptPart) -> None:
         verb, *names = part.words[1:] or ["list"]
         if part.name == "ml" and verb not in ("load", "purge", "use", "unload", "swap"):
             verb, names = "load", [verb, *names]
@@ -178,7 +178,7 @@ class _Walk:
         else:  # the order counts
             self._set_up(part)
 
-    def _cd(self, part: Part) -> None:
+    def _cd(self, part: ScriptPart) -> None:
         start, folder = self.job.folder, part.words[-1]
         if folder.startswith(mark("SLURM_SUBMIT_DIR")):
             start, folder = ".", folder.removeprefix(mark("SLURM_SUBMIT_DIR")).lstrip("/")
@@ -190,7 +190,7 @@ class _Walk:
     def _is_known(self, value: str) -> bool:
         return set(MARK.findall(value)) <= set(OF_SHELL)
 
-    def _export(self, part: Part, key: str, value: str | list[str] | None) -> None:
+    def _export(self, part: ScriptPart, key: str, value: str | list[str] | None) -> None:
         if value is None:
             return
         if not isinstance(value, str) or not self._is_known(value):
