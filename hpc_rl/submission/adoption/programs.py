@@ -62,7 +62,7 @@ _PLACING = names(
     "start-method use-env local-ranks-filter numa-binding num-machines num-processes machine-rank main-process-ip "
     "main-process-port multi-gpu same-network hostfile num-nodes num-gpus include exclude launcher launcher-args "
     "no-ssh no-ssh-check no-local-rank force-multi bind-cores-to-core bind-core-list save-pid gpu-ids q quiet "
-    "debug enable-cpu-affinity rdzv-conf"
+    "debug enable-cpu-affinity"
 )
 """Options of launchers that place processes, which hpc-rl does."""
 _MODULES = {"torch.distributed.run": "torchrun", "torch.distributed.launch": "torchrun"}

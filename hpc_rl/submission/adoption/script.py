@@ -127,7 +127,7 @@ class _Walk:
             part.only_sets
             or (part.words and part.defines and (where == "after" or not part.exports))
             or (name in MESSAGES and not writes_file(part.text))
-            or (name == "srun" and part.words[-1] in MESSAGES)
+            or (name == "srun" and not rank and part.words[-1] in MESSAGES)
         ):
             return
         elif where == "inside":
@@ -161,8 +161,14 @@ class _Walk:
     def _set_up(self, part: ScriptPart) -> None:
         if re.search(r"\$\{?([0-9@*#]|BASH_SOURCE)", part.text):
             self.job.lost.append(f"{part.place}: a line of set-up has no arguments of the script")
+        elif part.words[1:2] == ["login"]:
+            self.job.lost.append(
+                f"line {part.number}, {part.name} login: log in on the login node; jobs find its files"
+            )
         elif part not in self.setup:
             self.setup.append(part)
+            if re.search(r"(^|[;&|\n]|then|do|else)\s*(cd|pushd)\s", part.text):
+                self.job.checks.append(f"{part.place}: the program starts in the folder of the submission all the same")
 
     def _module(self, part: ScriptPart) -> None:
         verb, *names = part.words[1:] or ["list"]
@@ -202,6 +208,11 @@ class _Walk:
         elif " " not in value or f" {' '.join(self.program.words)} ".find(" ".join(value.split())) < 0:
             self.env[key] = plain(value)  # and no part of the command
 
+    def _export_pairs(self, pairs: str) -> None:
+        for pair in pairs.split(","):
+            if "=" in pair:
+                self._export(self.main, *pair.split("=", 1))
+
     def _srun(self, program: Program) -> None:
         container = self.job.profile["container"]
         for name, value in program.step:
@@ -210,7 +221,7 @@ class _Walk:
             elif name == "container-mounts":
                 container["binds"] = [plain(bind) for bind in (value or "").split(",")]
             elif name == "export":
-                self.env |= dict(pair.split("=", 1) for pair in plain(value or "").split(",") if "=" in pair)
+                self._export_pairs(value or "")
             elif name not in _OF_SRUN:
                 self.job.lost.append(f"line {self.main.number}, srun --{name}" + (f"={plain(value)}" if value else ""))
             elif (
@@ -234,8 +245,8 @@ class _Walk:
                 container["binds"] = container.get("binds", []) + text.split(",")
             elif name == "rocm":
                 container["gpu"] = "rocm"
-            elif name == "env" and "=" in text:
-                self.env |= dict(pair.split("=", 1) for pair in text.split(","))
+            elif name == "env":
+                self._export_pairs(value or "")
             elif name not in ("nv", "e", "cleanenv"):
                 option = f"-{name}" if len(name) == 1 else f"--{name}"
                 container["options"] = [*container.get("options", []), option + (f"={text}" if value else "")]
@@ -298,6 +309,7 @@ class _Walk:
         for part in reversed(self.parts):
             is_above = is_above or part in self.setup
             names = [name for name in part.defines if re.search(rf"(?<![\w-]){re.escape(name)}(?![\w=-])", needed)]
+            names = [name for name in names if not names_secret(name)]
             if is_above and names and part not in kept and not part.replaced_by and not part.program.rank:
                 kept.append(part)
                 needed += "\n" + part.text

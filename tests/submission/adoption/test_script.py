@@ -135,6 +135,8 @@ def test_programs_are_found_behind_their_launchers(lines: str, kind: str, progra
         ("export A=1 B=$HOME/x\nexport C=$A", {"env": {"A": "1", "B": "${HOME}/x", "C": "1"}}, 0),
         ("A=$(date)\nexport B=$A", {"setup": ["A=$(date)", "export B=$A"], "python": "python"}, 0),
         ("export API_TOKEN=abc\nsource activate $1", {}, 2),
+        ("export A_TOKEN=abc\nx --t $A_TOKEN\nwandb login abc", {"setup": ["x --t $A_TOKEN"], "python": "python"}, 2),
+        ("if a; then cd b; fi", {"setup": ["if a; then cd b; fi"], "python": "python"}, 0),
         ("f() { echo; }\nf x > a.json", {"setup": ["f() { echo; }", "f x > a.json"], "python": "python"}, 0),
         ("x=1\necho > x.log\nexport T=$SLURM_JOB_ID", {"setup": ["export T=$SLURM_JOB_ID"], "python": "python"}, 0),
         ("vllm serve x &\nsrun hostname\nsbatch other.sh", {}, 2),
