@@ -73,7 +73,7 @@ def clusters_of(script: str) -> str:
     """Return the value of --clusters in the #SBATCH lines; empty without one."""
     found = ""
     for line in directives(script):
-        words = iter(_words(line))
+        words = iter(directive_words(line))
         for word in words:
             option, equals, value = word.partition("=")
             if option == "--clusters" or word == "-M":
@@ -125,10 +125,11 @@ def _variables(environ: Mapping[str, str]) -> dict[str, str]:
 
 def _written(directive: str) -> str:
     """Return the option and the value of a #SBATCH line, without quotes."""
-    return " ".join(_words(directive))
+    return " ".join(directive_words(directive))
 
 
-def _words(directive: str) -> list[str]:
+def directive_words(directive: str) -> list[str]:
+    """Return the words of a #SBATCH line, without quotes and comments."""
     try:
         return shlex.split(directive.removeprefix("#SBATCH"), comments=True)
     except ValueError:  # a quote that is not closed, in an edited script
