@@ -42,8 +42,7 @@ MARKS = (_SCRIPT, _JOB, _STATUS, _CONFIG)
 LOCK_TIMEOUT_S = 2.0
 """A command such as `status` holds the lock of a run for a moment to see whether a job has it."""
 _LOCK_POLL_S = 0.1
-_MOST_LOCK_BYTES = 2**16
-"""Of a file with a few words."""
+_MOST_LOCK_BYTES = 2**16  # of a file with a few words
 UNFINISHED = ("RUNNING", "REQUEUED")
 """States in status.json of a job that has not ended."""
 
@@ -105,7 +104,7 @@ class RunDir:
 
     @property
     def saved(self) -> Path:
-        """saved.jsonl: the checkpoints that a program of the user's has completed; see `hpc_rl.adapters.saved`."""
+        """saved.jsonl: complete checkpoints of a user's program; see `hpc_rl.adapters.saved`."""
         return self.path / "saved.jsonl"
 
     @property
@@ -130,8 +129,7 @@ class RunDir:
 
     @property
     def stream(self) -> Path:
-        """stream/: where the windows of a data set begin that is read from the hub while the run trains, and their rows
-        until they are tokenized."""
+        """stream/: where the windows of a streamed data set begin, and their rows until they are tokenized."""
         return self.path / "stream"
 
     @property
@@ -161,7 +159,7 @@ class RunDir:
 
     @property
     def tokenized(self) -> Path:
-        """.tokenized-UID/: tokenized data of all runs in a folder, beside the run, or beside its sweep or pipeline."""
+        """.tokenized-UID/: tokenized data of all runs in a folder, beside the run, its sweep or its pipeline."""
         above = self.path.absolute().parent
         is_set = any((above / mark).is_file() for mark in (SWEEP_MARK, PIPELINE_MARK))
         return (above.parent if is_set else above) / TOKENIZED
