@@ -55,3 +55,10 @@ def test_descriptions(tmp_path: Path) -> None:
     config = Program(("-m", "axolotl.cli.train", "c.yml"), tmp_path)
     assert ADAPTERS["axolotl"].folder(config) == tmp_path / "there"
     assert ADAPTERS["trl"].folder(Program(("sft.py",))) is None
+
+
+def test_the_page_has_a_row_for_each_adapter() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "other-programs.md").read_text()
+    rows = [line.split(" | ") for line in page.splitlines() if line.startswith("| ") and "`" in line]
+    shown = {cells[1].strip("`"): cells[2].strip("`") for cells in rows}
+    assert shown == {row.name: row.kinds[0] if len(row.kinds) == 1 else "both" for row in ADAPTERS.values()}
