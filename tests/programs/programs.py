@@ -17,7 +17,7 @@ from datasets import Dataset
 from transformers import TrainerCallback
 
 class Holds(TrainerCallback):
-    def on_log(self, args, state, control, **_):
+    def on_step_begin(self, args, state, control, **_):
         hold(state.global_step)
 
 words = ["apple", "pear", "cat", "dog", "sum", "two", "three", "runs", "fast", "what"]

@@ -65,6 +65,9 @@ class LightningAdapter:
         self.resumed = found is not None
         return found.path if found else None
 
+    def started(self) -> None:
+        self._step = self._trainer.global_step
+
     def batch_ended(self) -> None:
         """Decide on all ranks alike whether this step is the last one of the attempt, if the batch has ended a step.
 
@@ -192,6 +195,7 @@ def _callback_class(package: str) -> type:
                 warnings.filterwarnings("ignore", "You're resuming from a checkpoint that ended before")
 
     methods: dict[str, Any] = {
+        "on_train_start": to("started"),
         "on_train_batch_end": to("batch_ended"),
         "on_validation_start": to("validation_started"),
         "on_validation_end": to("validation_ended"),
