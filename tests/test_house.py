@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-MOST_LINES = {"hpc_rl": 74705, "tests": 79118}
+MOST_LINES = {"hpc_rl": 79420, "tests": 81440}
 """Lines of Python."""
 MOST_FILES = 17
 CROWDED = {

@@ -13,7 +13,7 @@ from hpc_rl.run_dir import RunDir
 
 
 @dataclass(frozen=True)
-class Place:
+class ProgramPlace:
     """The job in which a program runs."""
 
     run: RunDir
@@ -29,7 +29,7 @@ class Place:
 
 
 @dataclass(frozen=True)
-class Progress:
+class ReportedStep:
     """A step that the output of a program reports."""
 
     step: int
@@ -39,11 +39,11 @@ class Progress:
     """Under our names (hpc_rl/tracking/metrics.py)."""
 
 
-def _none(_program: Program, _place: Place) -> list[str]:
+def _none(_program: Program, _place: ProgramPlace) -> list[str]:
     return []
 
 
-def _no_variables(_program: Program, _place: Place) -> dict[str, str]:
+def _no_variables(_program: Program, _place: ProgramPlace) -> dict[str, str]:
     return {}
 
 
@@ -51,11 +51,11 @@ def _no_output(_program: Program) -> str | None:
     return None
 
 
-def _no_checkpoint(_program: Program, _place: Place) -> Checkpoint | None:
+def _no_checkpoint(_program: Program, _place: ProgramPlace) -> Checkpoint | None:
     return None
 
 
-def _no_progress(_line: str) -> Progress | None:
+def _no_progress(_line: str) -> ReportedStep | None:
     return None
 
 
@@ -80,15 +80,15 @@ class Adapter:
     """Whether an adapter inside the program saves, resumes and measures (hpc_rl/adapters/inside)."""
     output: Callable[[Program], str | None] = _no_output
     """Returns the folder of its checkpoints, as typed."""
-    arguments: Callable[[Program, Place], Sequence[str]] = _none
+    arguments: Callable[[Program, ProgramPlace], Sequence[str]] = _none
     """Returns what is added to the command of an attempt."""
-    environment: Callable[[Program, Place], Mapping[str, str]] = _no_variables
+    environment: Callable[[Program, ProgramPlace], Mapping[str, str]] = _no_variables
     """Returns variables that the program needs."""
-    conflicts: Callable[[Program, Place], Sequence[str]] = _none
+    conflicts: Callable[[Program, ProgramPlace], Sequence[str]] = _none
     """Returns sentences about options that contradict the job."""
-    newest: Callable[[Program, Place], Checkpoint | None] = _no_checkpoint
+    newest: Callable[[Program, ProgramPlace], Checkpoint | None] = _no_checkpoint
     """Returns its last complete checkpoint. When the run has to stop, the program ends after its next one."""
-    progress: Callable[[str], Progress | None] = _no_progress
+    progress: Callable[[str], ReportedStep | None] = _no_progress
     """Reads a line of its log."""
     stops: Callable[[str], bool] = lambda line: False
     """Returns whether a line of its log tells that it saves, or has saved, because its own limit of time is near."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from hpc_rl.adapters.adapter import Place
+from hpc_rl.adapters.adapter import ProgramPlace
 from hpc_rl.adapters.program import Program, read_settings
 from hpc_rl.formats.counted import counted
 
@@ -29,7 +29,7 @@ def appended(own: Mapping[str, str], wanted: Mapping[str, object], prefix: str =
     return [f"{prefix}{name}={value}" for name, value in wanted.items() if name not in own]
 
 
-def size_conflicts(own: Mapping[str, str], place: Place, nodes: str, gpus: str) -> list[str]:
+def size_conflicts(own: Mapping[str, str], place: ProgramPlace, nodes: str, gpus: str) -> list[str]:
     """Return a sentence for each of these two options that is not the job's number.
 
     Args:

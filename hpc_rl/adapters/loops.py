@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from hpc_rl.adapters.adapter import Adapter, Place
+from hpc_rl.adapters.adapter import Adapter, ProgramPlace
 from hpc_rl.adapters.program import MOST_BYTES, Program
 from hpc_rl.adapters.saved import newest_saved
 
@@ -24,7 +24,7 @@ LIGHTNING = Adapter(
 _RESUME = "--resume_from_checkpoint"
 
 
-def _accelerate_arguments(program: Program, place: Place) -> Sequence[str]:
+def _accelerate_arguments(program: Program, place: ProgramPlace) -> Sequence[str]:
     """Return the option by which examples of accelerate and diffusers resume, if the script has it."""
     found = newest_saved(place.run) if place.is_later else None
     return [_RESUME, found.path] if found is not None and _takes_resume(program) else []
@@ -52,12 +52,12 @@ ACCELERATE = replace(
 )
 
 
-def _titan_arguments(program: Program, _place: Place) -> Sequence[str]:
+def _titan_arguments(program: Program, _place: ProgramPlace) -> Sequence[str]:
     """Return the option without which torchtitan saves nothing."""
     return [] if "checkpoint.enable" in program.options else ["--checkpoint.enable"]
 
 
-def _titan_conflicts(program: Program, _place: Place) -> Sequence[str]:
+def _titan_conflicts(program: Program, _place: ProgramPlace) -> Sequence[str]:
     found = [name for name in ("checkpoint.no_enable", "checkpoint.load_only") if name in program.options]
     if "job.config_file" not in program.options and not {"module", "config"} <= set(program.options):
         return ["torchtitan: write -- -m torchtitan.train --module llama3 --config NAME, as its run_train.sh does"]

@@ -13,7 +13,7 @@ import re
 from collections.abc import Mapping
 from pathlib import Path
 
-from hpc_rl.adapters.adapter import Adapter, Place
+from hpc_rl.adapters.adapter import Adapter, ProgramPlace
 from hpc_rl.adapters.hydra import appended, size_conflicts
 from hpc_rl.adapters.prefixes import plain, plain_words
 from hpc_rl.adapters.program import Program
@@ -42,7 +42,7 @@ def _own(program: Program) -> Mapping[str, str]:
     return plain(program).options
 
 
-def _newest(program: Program, place: Place) -> Checkpoint | None:
+def _newest(program: Program, place: ProgramPlace) -> Checkpoint | None:
     """Return the highest step_N: it is renamed from tmp_step_N when it is complete."""
     folder = program.folder / _own(program).get(_FOLDER, str(place.run.checkpoints))
     steps = [int(path.name[5:]) for path in folder.glob("step_*") if path.name[5:].isdecimal()]
@@ -60,7 +60,7 @@ def duration(seconds: float) -> str:
     return f"{hours // 24:02}:{hours % 24:02}:{minutes:02}:{rest:02}"
 
 
-def _arguments(program: Program, place: Place) -> list[str]:
+def _arguments(program: Program, place: ProgramPlace) -> list[str]:
     limit = {} if place.seconds is None else {_LIMIT: duration(place.seconds)}
     # The folder of the files is one that all runs share, and NeMo-RL always resumes from what is there.
     wanted = {_NODES: place.nodes, _GPUS: place.processes, _FOLDER: place.run.checkpoints, **limit}

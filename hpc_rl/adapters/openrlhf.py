@@ -14,7 +14,7 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 
-from hpc_rl.adapters.adapter import Adapter, Place, Progress
+from hpc_rl.adapters.adapter import Adapter, ProgramPlace, ReportedStep
 from hpc_rl.adapters.prefixes import plain, plain_words
 from hpc_rl.adapters.program import Program
 from hpc_rl.adapters.saved import Checkpoint
@@ -71,11 +71,11 @@ class Options:
         return int(found) if found.isdecimal() else default
 
 
-def _folder(program: Program, place: Place) -> Path:
+def _folder(program: Program, place: ProgramPlace) -> Path:
     return program.folder / (Options(program).get("ckpt.path") or str(place.run.checkpoints))
 
 
-def _newest(program: Program, place: Place) -> Checkpoint | None:
+def _newest(program: Program, place: ProgramPlace) -> Checkpoint | None:
     folder = _folder(program, place)
     folder = folder / "_actor" if plain(program).module == _PPO else folder
     try:
@@ -91,7 +91,7 @@ def _newest(program: Program, place: Place) -> Checkpoint | None:
     return Checkpoint(int(match[1]), str(path), len(list(path.glob("*_optim_states.pt"))))
 
 
-def _resuming(program: Program, place: Place) -> list[str]:
+def _resuming(program: Program, place: ProgramPlace) -> list[str]:
     options = Options(program)
     found = [] if options.get("ckpt.path") else [options.name("ckpt.path"), str(place.run.checkpoints)]
     # Without `latest`, --ckpt.load_enable ends with a KeyError.
@@ -101,7 +101,7 @@ def _resuming(program: Program, place: Place) -> list[str]:
     return found
 
 
-def _sizes(program: Program, place: Place) -> list[str]:
+def _sizes(program: Program, place: ProgramPlace) -> list[str]:
     """Return options for the groups of processes: the job's size for all models, which share their GPUs."""
     options = Options(program)
     wanted = {f"{group}.num_nodes": place.nodes for group in ("actor", "ref", "critic", "reward")}
@@ -130,7 +130,7 @@ def gpus_needed(program: Program) -> int:
     )
 
 
-def _conflicts(program: Program, place: Place) -> list[str]:
+def _conflicts(program: Program, place: ProgramPlace) -> list[str]:
     options, now, found = Options(program), place.nodes * place.processes, []
     if options.get("ckpt.disable_ds") is not None:
         found.append(
@@ -159,7 +159,7 @@ def _training_gpus(program: Program, all_gpus: int) -> int:
     return options.count("actor.num_nodes", 1) * options.count("actor.num_gpus_per_node", 8)
 
 
-def progress(line: str) -> Progress | None:
+def progress(line: str) -> ReportedStep | None:
     """Read `Global step 12: {...}`, with its measurements under our names."""
     if (match := _STEP.search(line)) is None:
         return None
@@ -168,7 +168,9 @@ def progress(line: str) -> Progress | None:
     except (ValueError, SyntaxError):
         values = {}
     numbers = {name: float(value) for name, value in values.items() if isinstance(value, int | float)}
-    return Progress(int(match[1]), None, {NAMES.get(name, _grouped(name)): value for name, value in numbers.items()})
+    return ReportedStep(
+        int(match[1]), None, {NAMES.get(name, _grouped(name)): value for name, value in numbers.items()}
+    )
 
 
 def _grouped(name: str) -> str:

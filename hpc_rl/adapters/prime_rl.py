@@ -12,7 +12,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from hpc_rl.adapters.adapter import Adapter, Place, Progress
+from hpc_rl.adapters.adapter import Adapter, ProgramPlace, ReportedStep
 from hpc_rl.adapters.prefixes import plain, plain_words
 from hpc_rl.adapters.program import Program
 from hpc_rl.adapters.saved import Checkpoint
@@ -38,7 +38,7 @@ def _recognises(program: Program) -> bool:
     return is_command or found.module.startswith("prime_rl.")
 
 
-def _newest(program: Program, place: Place) -> Checkpoint | None:
+def _newest(program: Program, place: ProgramPlace) -> Checkpoint | None:
     """Return the highest step whose file of torch's distributed checkpoint, written last, is there."""
     own = program.options
     folder = (
@@ -52,7 +52,7 @@ def _newest(program: Program, place: Place) -> Checkpoint | None:
     return Checkpoint(max(steps), str(steps[max(steps)])) if steps else None
 
 
-def _arguments(program: Program, place: Place) -> list[str]:
+def _arguments(program: Program, place: ProgramPlace) -> list[str]:
     own = program.options
     found = [] if "output_dir" in own else ["--output-dir", str(place.run.checkpoints)]
     found += [] if "run.name" in own else ["--run.name", _NAME]
@@ -63,7 +63,7 @@ def _arguments(program: Program, place: Place) -> list[str]:
     return [*found, "--resume.step", str(newest.step)] if place.is_later and newest else found
 
 
-def _conflicts(program: Program, _place: Place) -> list[str]:
+def _conflicts(program: Program, _place: ProgramPlace) -> list[str]:
     found = plain(program)
     if found.module == TRAINER:
         return []
@@ -74,12 +74,12 @@ def _conflicts(program: Program, _place: Place) -> list[str]:
     ]
 
 
-def progress(line: str) -> Progress | None:
+def progress(line: str) -> ReportedStep | None:
     """Read `Step 12 |   3.20s | Loss 0.1234 | ... | Throughput 123 tokens/s | ...`."""
     if (step := _STEP.search(line)) is None:
         return None
     found = {name: float(match[1]) for name, pattern in _VALUES.items() if (match := pattern.search(step[4]))}
-    return Progress(int(step[1]), None, {**found, "timing_s/step": float(step[2]) * _SECONDS[step[3]]})
+    return ReportedStep(int(step[1]), None, {**found, "timing_s/step": float(step[2]) * _SECONDS[step[3]]})
 
 
 def _output(program: Program) -> str | None:

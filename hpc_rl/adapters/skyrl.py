@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
-from hpc_rl.adapters.adapter import Adapter, Place
+from hpc_rl.adapters.adapter import Adapter, ProgramPlace
 from hpc_rl.adapters.hydra import appended
 from hpc_rl.adapters.prefixes import plain, plain_words
 from hpc_rl.adapters.program import Program
@@ -47,7 +47,7 @@ def _own(program: Program) -> Mapping[str, str]:
     return plain(program).options
 
 
-def _newest(program: Program, place: Place) -> Checkpoint | None:
+def _newest(program: Program, place: ProgramPlace) -> Checkpoint | None:
     folder = program.folder / _own(program).get(_folder_option(program), str(place.run.checkpoints))
     try:
         latest = folder / "latest_ckpt_global_step.txt"
@@ -65,7 +65,7 @@ def _processes(path: Path) -> int:
     return len(list((path / "policy").glob("model_world_size_*_rank_*.pt")))
 
 
-def _sizes(program: Program, place: Place) -> dict[str, object]:
+def _sizes(program: Program, place: ProgramPlace) -> dict[str, object]:
     """Return the options for the job's size: the models share all GPUs, and the engines as well, as is its default."""
     own = _own(program)
     if _is_sft(program):
@@ -80,7 +80,7 @@ def _sizes(program: Program, place: Place) -> dict[str, object]:
     return {**wanted, f"{_ENGINES}.num_engines": max(1, place.nodes * place.processes // engine_gpus)}
 
 
-def _arguments(program: Program, place: Place) -> list[str]:
+def _arguments(program: Program, place: ProgramPlace) -> list[str]:
     wanted: dict[str, object] = {_folder_option(program): place.run.checkpoints, **_sizes(program, place)}
     if not _is_sft(program):
         wanted["trainer.log_path"] = place.run.path / "skyrl-logs"
@@ -89,7 +89,7 @@ def _arguments(program: Program, place: Place) -> list[str]:
     return appended(_own(program), wanted, prefix="")
 
 
-def _conflicts(program: Program, place: Place) -> list[str]:
+def _conflicts(program: Program, place: ProgramPlace) -> list[str]:
     own, found = _own(program), []
     for name, value in _sizes(program, place).items():
         if name in own and own[name] != str(value) and not name.endswith("num_engines"):

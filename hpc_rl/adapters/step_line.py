@@ -7,7 +7,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from hpc_rl.adapters.adapter import Progress
+from hpc_rl.adapters.adapter import ReportedStep
 
 _LINE = re.compile(r"hpc-rl: step (\d+)(?: of (\d+))?: (\{.*\})")
 
@@ -18,7 +18,7 @@ def step_line(step: int, total: int | None, values: Mapping[str, Any]) -> str:
     return f"hpc-rl: step {step}{f' of {total}' if total else ''}: {json.dumps(numbers)}"
 
 
-def read_step_line(line: str, names: Mapping[str, str], groups: Mapping[str, str]) -> Progress | None:
+def read_step_line(line: str, names: Mapping[str, str], groups: Mapping[str, str]) -> ReportedStep | None:
     """Read the line again.
 
     Args:
@@ -35,4 +35,4 @@ def read_step_line(line: str, names: Mapping[str, str], groups: Mapping[str, str
     for name, value in values.items():
         group = next((group for group in groups if name.startswith(group)), "")
         found[names.get(name, f"{groups.get(group, '')}{name.removeprefix(group)}")] = value
-    return Progress(int(match[1]), int(match[2]) if match[2] else None, found)
+    return ReportedStep(int(match[1]), int(match[2]) if match[2] else None, found)

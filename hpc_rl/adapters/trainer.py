@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from hpc_rl.adapters.adapter import Adapter, Place
+from hpc_rl.adapters.adapter import Adapter, ProgramPlace
 from hpc_rl.adapters.launchers import launched
 from hpc_rl.adapters.program import Program
 from hpc_rl.adapters.saved import newest_saved
@@ -58,7 +58,7 @@ def _trl_command(program: Program) -> Sequence[str]:
     return launched("trl", [config] if config else [], ["-m", f"trl.scripts.{name.replace('-', '_')}", *words])
 
 
-def _trl_conflicts(program: Program, _place: Place) -> Sequence[str]:
+def _trl_conflicts(program: Program, _place: ProgramPlace) -> Sequence[str]:
     if program.module in ("trl.scripts.vllm_serve", "trl.scripts.env"):
         return [f"trl {program.module.rpartition('.')[2]} is no training: it has no ranks"]
     return []
@@ -86,7 +86,7 @@ def _axolotl_command(program: Program) -> Sequence[str]:
     return ["-m", "axolotl.cli.train", *(word for word in words if not word.startswith("--launcher="))]
 
 
-def _axolotl_conflicts(program: Program, _place: Place) -> Sequence[str]:
+def _axolotl_conflicts(program: Program, _place: ProgramPlace) -> Sequence[str]:
     if _entry(program, "axolotl"):
         return [f"axolotl {' '.join(program.arguments[:1])}: a job runs `axolotl train CONFIG.yml`"]
     found = [f"--{name}" for name in ("cloud", "sweep") if name in program.options]
@@ -96,13 +96,13 @@ def _axolotl_conflicts(program: Program, _place: Place) -> Sequence[str]:
     return [f"{name}: {why}" for name in found]
 
 
-def _saved_path(place: Place) -> str | None:
+def _saved_path(place: ProgramPlace) -> str | None:
     """Return the last checkpoint of earlier attempts."""
     found = newest_saved(place.run) if place.is_later else None
     return found.path if found else None
 
 
-def _axolotl_arguments(_program: Program, place: Place) -> Sequence[str]:
+def _axolotl_arguments(_program: Program, place: ProgramPlace) -> Sequence[str]:
     """Return the checkpoint: parts of Axolotl read it from the settings, such as ReLoRA."""
     path = _saved_path(place)
     return ["--resume-from-checkpoint", path] if path else []
@@ -129,7 +129,7 @@ def _llama_command(program: Program) -> Sequence[str]:
     return ["-m", "llamafactory.launcher", *program.arguments[1:]]
 
 
-def _llama_conflicts(program: Program, _place: Place) -> Sequence[str]:
+def _llama_conflicts(program: Program, _place: ProgramPlace) -> Sequence[str]:
     if _entry(program, *_LLAMA):
         return [f"llamafactory-cli {' '.join(program.arguments[:1])}: a job runs `llamafactory-cli train CONFIG.yaml`"]
     found = [
@@ -145,7 +145,7 @@ def _llama_conflicts(program: Program, _place: Place) -> Sequence[str]:
     return found
 
 
-def _llama_arguments(program: Program, place: Place) -> Sequence[str]:
+def _llama_arguments(program: Program, place: ProgramPlace) -> Sequence[str]:
     """Return what a later attempt needs: otherwise LLaMA-Factory starts anew, or refuses the folder, or looks in it for
     the checkpoint with the highest number, complete or not."""
     if not place.is_later:
@@ -157,7 +157,7 @@ def _llama_arguments(program: Program, place: Place) -> Sequence[str]:
     return [word for name, value in pairs.items() for word in (f"--{name}", value)]
 
 
-def _llama_variables(_program: Program, _place: Place) -> Mapping[str, str]:
+def _llama_variables(_program: Program, _place: ProgramPlace) -> Mapping[str, str]:
     """Return what llamafactory-cli sets (OPTIM_TORCH)."""
     return {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True", "TORCH_NCCL_AVOID_RECORD_STREAMS": "1"}
 
@@ -182,7 +182,7 @@ def _swift_command(program: Program) -> Sequence[str]:
     return launched("swift", [], ["-m", f"swift.cli.{name}", *words])
 
 
-def _swift_conflicts(program: Program, _place: Place) -> Sequence[str]:
+def _swift_conflicts(program: Program, _place: ProgramPlace) -> Sequence[str]:
     if _entry(program, "swift"):
         return [f"swift {' '.join(program.arguments[:1])}: a job runs `swift pt`, `swift sft` or `swift rlhf`"]
     found = [name for name in ("use_ray", "use_flash_ckpt") if _setting(program, name) in ("true", "True", "1")]
@@ -191,7 +191,7 @@ def _swift_conflicts(program: Program, _place: Place) -> Sequence[str]:
     ]
 
 
-def _swift_arguments(program: Program, _place: Place) -> Sequence[str]:
+def _swift_arguments(program: Program, _place: ProgramPlace) -> Sequence[str]:
     """Return the option with which all attempts write into the folder of --output_dir, instead of one of each start."""
     return [] if _setting(program, "add_version") else ["--add_version", "false"]
 

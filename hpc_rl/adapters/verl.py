@@ -18,7 +18,7 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
-from hpc_rl.adapters.adapter import Adapter, Place, Progress
+from hpc_rl.adapters.adapter import Adapter, ProgramPlace, ReportedStep
 from hpc_rl.adapters.hydra import appended, given, size_conflicts
 from hpc_rl.adapters.prefixes import plain, plain_words
 from hpc_rl.adapters.program import Program
@@ -45,7 +45,7 @@ _NUMBER = re.compile(r"(?:np\.\w+\()?([-+.\deE]+|nan|inf|-inf)\)?")
 _OTHER_NAMES = {"train/mfu": "perf/mfu"}
 
 
-def _newest(program: Program, place: Place) -> Checkpoint | None:
+def _newest(program: Program, place: ProgramPlace) -> Checkpoint | None:
     folder = program.folder / given(program).get(_FOLDER, str(place.run.checkpoints))
     try:
         tracker = folder / _TRACKER
@@ -66,7 +66,7 @@ def _processes(path: Path) -> int:
     return 0
 
 
-def _other_size(program: Program, place: Place) -> list[str]:
+def _other_size(program: Program, place: ProgramPlace) -> list[str]:
     found, now = _newest(program, place), place.nodes * place.processes
     if found is None or found.processes in (0, now) or given(program).get("trainer.resume_mode") == "disable":
         return []
@@ -82,7 +82,7 @@ def _has_other_pools(own: Mapping[str, str]) -> bool:
     return pools or any(re.search(r"rollout\.(nnodes|n_gpus_per_node)$", name) for name in own)
 
 
-def _arguments(program: Program, place: Place) -> list[str]:
+def _arguments(program: Program, place: ProgramPlace) -> list[str]:
     own = given(program)
     sizes = {} if _has_other_pools(own) else {_NODES: place.nodes, _GPUS: place.processes}
     wanted = {_FOLDER: place.run.checkpoints, "trainer.save_freq": SELDOM, "trainer.esi_redundant_time": SAVE_S}
@@ -93,7 +93,7 @@ def _arguments(program: Program, place: Place) -> list[str]:
     ]
 
 
-def _environment(program: Program, place: Place) -> dict[str, str]:
+def _environment(program: Program, place: ProgramPlace) -> dict[str, str]:
     found = {"RAY_COLOR_PREFIX": "0"}
     if (callback := given(program).get(_CALLBACK, "null")) != "null":
         found[ENV_CALLBACK] = callback
@@ -102,10 +102,10 @@ def _environment(program: Program, place: Place) -> dict[str, str]:
     return found
 
 
-def progress(line: str) -> Progress | None:
+def progress(line: str) -> ReportedStep | None:
     """Read a line of verl's console logger, whose names are ours, or the line with the number of steps."""
     if (step := _STEP.search(line)) is None:
-        return Progress(0, int(total[1])) if (total := _TOTAL.search(line)) else None
+        return ReportedStep(0, int(total[1])) if (total := _TOTAL.search(line)) else None
     found = {}
     for pair in step[2].split(" - "):
         name, _, value = pair.strip().rpartition(":")
@@ -115,7 +115,7 @@ def progress(line: str) -> Progress | None:
     tokens, seconds = found.get("perf/total_num_tokens"), found.get("timing_s/step")
     if tokens and seconds:
         found["perf/tokens_per_s"] = tokens / seconds
-    return Progress(int(step[1]), None, found)
+    return ReportedStep(int(step[1]), None, found)
 
 
 def _output(program: Program) -> str | None:

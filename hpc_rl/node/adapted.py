@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
-from hpc_rl.adapters.adapter import Adapter, Place, Progress
+from hpc_rl.adapters.adapter import Adapter, ProgramPlace, ReportedStep
 from hpc_rl.adapters.inside import on_path
 from hpc_rl.adapters.program import Program
 from hpc_rl.adapters.saved import Checkpoint
@@ -41,7 +41,13 @@ class AdaptedProgram:
     """
 
     def __init__(
-        self, adapter: Adapter, program: Program, place: Place, job_end: WalltimeEnd, log: Path, warning_s: int = 0
+        self,
+        adapter: Adapter,
+        program: Program,
+        place: ProgramPlace,
+        job_end: WalltimeEnd,
+        log: Path,
+        warning_s: int = 0,
     ) -> None:
         self._adapter, self._program, self._place, self._job_end = adapter, program, place, job_end
         self._log = Follower(log)
@@ -50,7 +56,7 @@ class AdaptedProgram:
         self._first = self._at_stop = self._adapter.newest(self._program, self._place)
         """The last checkpoint at the start, and when the program was asked to stop."""
         self._ends_at: float | None = None
-        self._progress: Progress | None = None
+        self._progress: ReportedStep | None = None
         self._total: int | None = None
         self._last_step_at = self._last_saved_at = time.monotonic()
         self._next_look = 0.0
@@ -155,12 +161,14 @@ def adapted(options: argparse.Namespace, rendezvous: Rendezvous, log: Path) -> A
     attempt_dir = rendezvous.attempt_dir
     end = job_end(os.environ, moved_end_file(attempt_dir))
     seconds = None if (at := end()) is None else max(0.0, at - time.time() - options.warning)
-    place = _place(attempt_dir, Place(RunDir(attempt_dir.parent), len(rendezvous.nodes), options.processes, seconds))
+    place = _place(
+        attempt_dir, ProgramPlace(RunDir(attempt_dir.parent), len(rendezvous.nodes), options.processes, seconds)
+    )
     program = Program(tuple(options.program))
     return AdaptedProgram(ADAPTERS[options.adapter], program, place, end, log, int(options.warning))
 
 
-def _place(attempt_dir: Path, place: Place) -> Place:
+def _place(attempt_dir: Path, place: ProgramPlace) -> ProgramPlace:
     """Return the place with what is known about earlier attempts."""
     number = ATTEMPT.fullmatch(attempt_dir.name)
     if number is None or int(number[1]) == 1:

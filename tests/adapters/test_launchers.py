@@ -2,7 +2,7 @@ from pathlib import Path
 
 import pytest
 
-from hpc_rl.adapters.adapter import Place
+from hpc_rl.adapters.adapter import ProgramPlace
 from hpc_rl.adapters.launchers import without_launcher
 from hpc_rl.adapters.program import LAUNCHED, Program
 from hpc_rl.adapters.saved import Checkpoint, record_saved
@@ -99,7 +99,7 @@ def test_conflicts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, typed: str, 
     program = Program(tuple(typed.split()), tmp_path)
     row = choose("auto", "torchrun", program)
     program = Program(tuple(row.command(program)), tmp_path)
-    assert said in "\n".join(row.conflicts(program, Place(RunDir(tmp_path))))
+    assert said in "\n".join(row.conflicts(program, ProgramPlace(RunDir(tmp_path))))
 
 
 @pytest.mark.parametrize(
@@ -121,7 +121,7 @@ def test_conflicts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, typed: str, 
 def test_what_is_added(tmp_path: Path, typed: str, first: str, nothing_saved: str, saved: str) -> None:
     program, run = Program(tuple(typed.split()), tmp_path), RunDir(tmp_path)
     row = choose("auto", "torchrun", program)
-    assert " ".join(row.arguments(program, Place(run))) == first
-    assert " ".join(row.arguments(program, Place(run, is_later=True))) == nothing_saved
+    assert " ".join(row.arguments(program, ProgramPlace(run))) == first
+    assert " ".join(row.arguments(program, ProgramPlace(run, is_later=True))) == nothing_saved
     record_saved(run, Checkpoint(1, str(tmp_path)))
-    assert " ".join(row.arguments(program, Place(run, is_later=True))) == saved.format(tmp_path)
+    assert " ".join(row.arguments(program, ProgramPlace(run, is_later=True))) == saved.format(tmp_path)

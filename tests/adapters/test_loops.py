@@ -2,7 +2,7 @@ from pathlib import Path
 
 import pytest
 
-from hpc_rl.adapters.adapter import Place
+from hpc_rl.adapters.adapter import ProgramPlace
 from hpc_rl.adapters.loops import ACCELERATE, TORCHTITAN
 from hpc_rl.adapters.program import Program
 from hpc_rl.adapters.saved import Checkpoint, record_saved
@@ -31,8 +31,8 @@ def test_a_loop_with_accelerate_resumes_by_its_own_option(tmp_path: Path) -> Non
     script.write_text("parser.add_argument('--resume_from_checkpoint')\n")
     program = Program(("train.py",), tmp_path)
     record_saved(run, Checkpoint(2, str(tmp_path)))
-    assert ACCELERATE.arguments(program, Place(run)) == []
-    later = Place(run, is_later=True)
+    assert ACCELERATE.arguments(program, ProgramPlace(run)) == []
+    later = ProgramPlace(run, is_later=True)
     assert ACCELERATE.arguments(program, later) == ["--resume_from_checkpoint", str(tmp_path)]
     script.write_text("")
     assert ACCELERATE.arguments(program, later) == []
@@ -40,7 +40,7 @@ def test_a_loop_with_accelerate_resumes_by_its_own_option(tmp_path: Path) -> Non
 
 
 def test_torchtitan(tmp_path: Path) -> None:
-    place = Place(RunDir(tmp_path))
+    place = ProgramPlace(RunDir(tmp_path))
     words = ("-m", "torchtitan.train", "--module", "llama3", "--config", "llama3_debugmodel")
     program = Program((*words, "--dump_folder", "out"))
     row = choose("auto", "torchrun", program)

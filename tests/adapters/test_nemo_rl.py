@@ -3,7 +3,7 @@ from pathlib import Path
 
 import pytest
 
-from hpc_rl.adapters.adapter import Place, Progress
+from hpc_rl.adapters.adapter import ProgramPlace, ReportedStep
 from hpc_rl.adapters.nemo_rl import NEMO_RL, duration
 from hpc_rl.adapters.program import Program
 from hpc_rl.adapters.saved import Checkpoint
@@ -26,7 +26,7 @@ def test_recognised_by_name_and_imports(tmp_path: Path) -> None:
 
 def test_arguments(tmp_path: Path) -> None:
     (tmp_path / "c.yaml").write_text("cluster:\n  num_nodes: 1\ncheckpointing:\n  checkpoint_dir: results/grpo\n")
-    place = Place(RunDir(tmp_path), nodes=2, processes=4, seconds=90061.5)
+    place = ProgramPlace(RunDir(tmp_path), nodes=2, processes=4, seconds=90061.5)
     assert NEMO_RL.arguments(Program(WORDS, tmp_path), place) == [
         "++cluster.num_nodes=2",
         "++cluster.gpus_per_node=4",
@@ -48,18 +48,18 @@ def test_durations(seconds: float, text: str) -> None:
 
 
 def test_the_newest_checkpoint(tmp_path: Path) -> None:
-    place = Place(RunDir(tmp_path))
+    place = ProgramPlace(RunDir(tmp_path))
     for name in ("step_9", "step_10", "tmp_step_11", "step_x"):
         (tmp_path / "checkpoints" / name).mkdir(parents=True)
     assert NEMO_RL.newest(Program(WORDS), place) == Checkpoint(10, f"{tmp_path}/checkpoints/step_10")
     assert NEMO_RL.newest(Program(WORDS), replace(place, began=2e9)) is None
-    assert NEMO_RL.newest(Program(WORDS), Place(RunDir(tmp_path / "other"))) is None
+    assert NEMO_RL.newest(Program(WORDS), ProgramPlace(RunDir(tmp_path / "other"))) is None
 
 
 def test_lines_of_the_log() -> None:
     line = step_line(4, None, {"timing/train/total_step_time": 2.0, "timing/train/generation": 1.0})
-    assert NEMO_RL.progress(line) == Progress(4, None, {"timing_s/step": 2.0, "timing_s/generation": 1.0})
+    assert NEMO_RL.progress(line) == ReportedStep(4, None, {"timing_s/step": 2.0, "timing_s/generation": 1.0})
     line = step_line(4, None, {"train/reward": 0.5, "train/loss": 1.0})
-    assert NEMO_RL.progress(line) == Progress(4, None, {"critic/score/mean": 0.5, "train/loss": 1.0})
+    assert NEMO_RL.progress(line) == ReportedStep(4, None, {"critic/score/mean": 0.5, "train/loss": 1.0})
     assert NEMO_RL.stops("Timeout has been reached, stopping training early")
     assert not NEMO_RL.stops("Max number of steps has been reached, stopping training early")

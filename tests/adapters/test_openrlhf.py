@@ -3,7 +3,7 @@ from pathlib import Path
 
 import pytest
 
-from hpc_rl.adapters.adapter import Place, Progress
+from hpc_rl.adapters.adapter import ProgramPlace, ReportedStep
 from hpc_rl.adapters.openrlhf import OPENRLHF, OPENRLHF_TRAINERS, gpus_needed, progress
 from hpc_rl.adapters.program import Program
 from hpc_rl.adapters.saved import Checkpoint
@@ -13,8 +13,8 @@ from hpc_rl.run_dir import RunDir
 PPO = ("python3", "-m", "openrlhf.cli.train_ppo_ray")
 
 
-def place(folder: Path) -> Place:
-    return Place(RunDir(folder), nodes=2, processes=4)
+def place(folder: Path) -> ProgramPlace:
+    return ProgramPlace(RunDir(folder), nodes=2, processes=4)
 
 
 def save(folder: Path, step: int, processes: int) -> None:
@@ -82,7 +82,7 @@ def test_lines_of_the_log() -> None:
         "(PPOTrainer pid=1) INFO 11-28 16:00:00 ppo_trainer.py:551] \u2728 Global step 12: "
         "{'policy_loss': 0.25, 'reward': 1, 'timing/generation': 2.0, 'timing/step_total': 5.0, 'ppo_kl': 0.5}"
     )
-    assert progress(line) == Progress(
+    assert progress(line) == ReportedStep(
         12,
         None,
         {
@@ -93,5 +93,5 @@ def test_lines_of_the_log() -> None:
             "train/ppo_kl": 0.5,
         },
     )
-    assert progress("Global step 3: {'a': nan}") == Progress(3)
+    assert progress("Global step 3: {'a': nan}") == ReportedStep(3)
     assert progress("Episode [1/2]") is None

@@ -3,7 +3,7 @@ from pathlib import Path
 
 import pytest
 
-from hpc_rl.adapters.adapter import Place, Progress
+from hpc_rl.adapters.adapter import ProgramPlace, ReportedStep
 from hpc_rl.adapters.prime_rl import PRIME_RL, TRAINER, progress
 from hpc_rl.adapters.program import Program
 from hpc_rl.adapters.saved import Checkpoint
@@ -20,14 +20,14 @@ def test_its_launchers_are_refused_with_what_works(tmp_path: Path, typed: str) -
     program = Program(tuple(typed.split()))
     for kind in ("ray", "torchrun"):
         assert choose("auto", kind, program) is PRIME_RL
-    (refused,) = PRIME_RL.conflicts(program, Place(RunDir(tmp_path)))
+    (refused,) = PRIME_RL.conflicts(program, ProgramPlace(RunDir(tmp_path)))
     assert f"SFT by `submit torchrun ... -- -m {TRAINER} @ FILE`" in refused
     assert choose("auto", "ray", Program(("sft", "--lr", "1"))).name == "generic"
 
 
 def test_arguments_and_the_newest_checkpoint(tmp_path: Path) -> None:
     (tmp_path / "sft.toml").write_text("max_steps = 5\n")
-    program, place = Program(SFT, tmp_path), Place(RunDir(tmp_path), is_later=True)
+    program, place = Program(SFT, tmp_path), ProgramPlace(RunDir(tmp_path), is_later=True)
     folder = f"{tmp_path}/checkpoints"
     named = ["--output-dir", folder, "--run.name", "run"]
     assert PRIME_RL.arguments(program, place) == [*named, "--ckpt.interval", "50"]
@@ -49,5 +49,5 @@ def test_lines_of_the_log() -> None:
         "16:00:00 SUCCESS Step 12 |   3.20s | Loss 0.1234 | Grad. Norm 0.5000 | LR 1.00e-06 | Throughput 123 tokens/s"
     )
     found = {"train/loss": 0.1234, "train/grad_norm": 0.5, "train/lr": 1e-6, "perf/tokens_per_s": 123.0}
-    assert progress(line) == Progress(12, None, {**found, "timing_s/step": 3.2})
+    assert progress(line) == ReportedStep(12, None, {**found, "timing_s/step": 3.2})
     assert progress("Validation | Step 12 | Loss 0.5") is None

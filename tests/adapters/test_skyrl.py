@@ -1,7 +1,7 @@
 from dataclasses import replace
 from pathlib import Path
 
-from hpc_rl.adapters.adapter import Place, Progress
+from hpc_rl.adapters.adapter import ProgramPlace, ReportedStep
 from hpc_rl.adapters.program import Program
 from hpc_rl.adapters.saved import Checkpoint
 from hpc_rl.adapters.skyrl import SKYRL
@@ -13,8 +13,8 @@ RL = ("uv", "run", "--isolated", "--extra", "fsdp", "-m", "skyrl.train.entrypoin
 SFT = ("python", "-m", "skyrl.train.main_sft")
 
 
-def place(folder: Path) -> Place:
-    return Place(RunDir(folder), nodes=2, processes=4)
+def place(folder: Path) -> ProgramPlace:
+    return ProgramPlace(RunDir(folder), nodes=2, processes=4)
 
 
 def save(folder: Path, step: int, processes: int) -> None:
@@ -60,7 +60,7 @@ def test_conflicts(tmp_path: Path) -> None:
 
 def test_lines_of_the_log() -> None:
     logs = {"reward/avg_raw_reward": 0.5, "policy/policy_loss": 0.1, "policy/lr": 1.0, "timing/step": 2.0, "loss": 3.0}
-    assert SKYRL.progress(step_line(4, 9, logs)) == Progress(
+    assert SKYRL.progress(step_line(4, 9, logs)) == ReportedStep(
         4,
         9,
         {"critic/score/mean": 0.5, "actor/pg_loss": 0.1, "actor/lr": 1.0, "timing_s/step": 2.0, "train/loss": 3.0},

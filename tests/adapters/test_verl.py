@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from hpc_rl.adapters.adapter import Place, Progress
+from hpc_rl.adapters.adapter import ProgramPlace, ReportedStep
 from hpc_rl.adapters.program import Program
 from hpc_rl.adapters.saved import Checkpoint
 from hpc_rl.adapters.table import choose
@@ -15,8 +15,8 @@ PPO = ("python3", "-m", "verl.trainer.main_ppo")
 EXPIRY = "MLP_CURRENT_CAPACITY_BLOCK_EXPIRATION_TIMESTAMP"
 
 
-def place(folder: Path) -> Place:
-    return Place(RunDir(folder), nodes=2, processes=4)
+def place(folder: Path) -> ProgramPlace:
+    return ProgramPlace(RunDir(folder), nodes=2, processes=4)
 
 
 def save(folder: Path, step: int, processes: int | None = 8, part: str = "actor") -> None:
@@ -124,9 +124,11 @@ def test_lines_of_the_log() -> None:
         "val-core/gsm8k/acc": 0.001,
         "perf/tokens_per_s": 200.0,
     }
-    assert progress("(TaskRunnerV1 pid=1) INFO:2026-11-28 16:20:39,303:Total training steps: 120") == Progress(0, 120)
-    assert progress("Total steps: 30, num_warmup_steps: 0") == Progress(0, 30)
-    assert progress("Epoch 1/4:  25%|##      | 2/8 [00:02<00:16,  2.73s/it]step:3 - train/loss:5.5\n") == Progress(
+    assert progress("(TaskRunnerV1 pid=1) INFO:2026-11-28 16:20:39,303:Total training steps: 120") == ReportedStep(
+        0, 120
+    )
+    assert progress("Total steps: 30, num_warmup_steps: 0") == ReportedStep(0, 30)
+    assert progress("Epoch 1/4:  25%|##      | 2/8 [00:02<00:16,  2.73s/it]step:3 - train/loss:5.5\n") == ReportedStep(
         3, None, {"train/loss": 5.5}
     )
     assert progress("step 3") is None

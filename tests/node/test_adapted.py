@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from hpc_rl.adapters.adapter import Adapter, Place, Progress
+from hpc_rl.adapters.adapter import Adapter, ProgramPlace, ReportedStep
 from hpc_rl.adapters.program import Program
 from hpc_rl.adapters.saved import Checkpoint
 from hpc_rl.adapters.table import GENERIC
@@ -16,15 +16,15 @@ from hpc_rl.tracking.metrics import MetricsFile, read_metrics
 from hpc_rl.training import stopping
 
 
-def newest(_program: Program, place: Place) -> Checkpoint | None:
+def newest(_program: Program, place: ProgramPlace) -> Checkpoint | None:
     """The program writes the step of its newest checkpoint into a file."""
     file = place.run.path / "newest"
     return Checkpoint(int(file.read_text()), str(file)) if file.exists() else None
 
 
-def progress(line: str) -> Progress | None:
+def progress(line: str) -> ReportedStep | None:
     word, _, step = line.partition(" ")
-    return Progress(int(step), 10, {"train/loss": 1 / int(step)}) if word == "step" else None
+    return ReportedStep(int(step), 10, {"train/loss": 1 / int(step)}) if word == "step" else None
 
 
 SAVES = Adapter(
@@ -43,7 +43,7 @@ class Job:
 
     def __init__(self, folder: Path, row: Adapter = SAVES, left_s: float | None = None, is_later: bool = False) -> None:
         self.run, self.log = RunDir(folder), folder / "log"
-        place = Place(self.run, is_later=is_later)
+        place = ProgramPlace(self.run, is_later=is_later)
         end = None if left_s is None else time.time() + left_s
         self.program = AdaptedProgram(row, Program(("train.py",)), place, lambda: end, self.log)
 
@@ -135,7 +135,7 @@ def test_a_line_of_the_program_about_its_time_stops_the_run(tmp_path: Path) -> N
 
 def test_a_stop_before_a_step_that_does_not_fit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stopping, "SETTLE_S", 0.0)
-    timed = replace(SAVES, is_hooked=True, progress=lambda line: Progress(int(line), 9, {"timing_s/step": 100.0}))
+    timed = replace(SAVES, is_hooked=True, progress=lambda line: ReportedStep(int(line), 9, {"timing_s/step": 100.0}))
     job = Job(tmp_path, timed, left_s=120)
     job.log.write_text("1\n")
     assert not job.must_end() and not job.run.stop.exists()  # of the first step, the time is not known
@@ -171,7 +171,7 @@ def test_a_program_with_hooks_has_time_to_end_by_itself(tmp_path: Path, monkeypa
 
 
 def test_a_line_with_only_the_total(tmp_path: Path) -> None:
-    job = Job(tmp_path, replace(SAVES, progress=lambda line: Progress(0, 7) if line == "7" else Progress(7)))
+    job = Job(tmp_path, replace(SAVES, progress=lambda line: ReportedStep(0, 7) if line == "7" else ReportedStep(7)))
     job.log.write_text("7\nend\n")
     job.run.stop.touch()
     job.save(7)

@@ -8,7 +8,7 @@ from types import ModuleType
 
 import pytest
 
-from hpc_rl.adapters.adapter import Place
+from hpc_rl.adapters.adapter import ProgramPlace
 from hpc_rl.adapters.inside import nemo_rl
 from hpc_rl.adapters.nemo_rl import duration
 from hpc_rl.adapters.openrlhf import OLD, OPENRLHF
@@ -32,7 +32,7 @@ def test_openrlhf_has_the_options_and_the_function(tmp_path: Path) -> None:
     options = set(re.findall(r'add_argument\(\s*"--([\w.]+)"', text))
     assert set(OLD) <= options
     program = Program(("python", "-m", "openrlhf.cli.train_ppo_ray", "--train.colocate_all"))
-    added = OPENRLHF.arguments(program, Place(RunDir(tmp_path), 2, 4, is_later=True))
+    added = OPENRLHF.arguments(program, ProgramPlace(RunDir(tmp_path), 2, 4, is_later=True))
     assert {word[2:] for word in added if word.startswith("--")} <= options
     for kind, name in (
         ("ppo", "BasePPOTrainer"),
@@ -48,7 +48,7 @@ def test_skyrl_has_the_options_and_the_callbacks(tmp_path: Path) -> None:
     source = folder_of("skyrl") / "skyrl/train"
     texts = "".join(file.read_text() for file in sorted((source / "config").glob("*.py")))
     fields = set(re.findall(r"^    (\w+): ", texts, re.MULTILINE))
-    place = Place(RunDir(tmp_path), 2, 4)
+    place = ProgramPlace(RunDir(tmp_path), 2, 4)
     for module in ("skyrl.train.entrypoints.main_base", "skyrl.train.main_sft"):
         added = SKYRL.arguments(Program(("python", "-m", module)), place)
         assert {part for word in added for part in word.partition("=")[0].split(".")} <= {

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from hpc_rl.adapters.adapter import Place
+from hpc_rl.adapters.adapter import ProgramPlace
 from hpc_rl.adapters.program import Program
 from hpc_rl.adapters.verl import CALLBACK, ENV_CALLBACK, SAVE_S, VERL, VERL_SFT, progress
 from hpc_rl.run_dir import RunDir
@@ -33,7 +33,7 @@ print(should_save_ckpt_esi(max_steps_duration=float(sys.argv[1]), redundant_time
 
 
 def test_hydra_accepts_the_options(tmp_path: Path) -> None:
-    place = Place(RunDir(tmp_path), nodes=2, processes=4)
+    place = ProgramPlace(RunDir(tmp_path), nodes=2, processes=4)
     own = ("trainer.save_freq=5", "ray_kwargs.ray_init.num_cpus=8")
     added = VERL.arguments(Program(("python", "-m", "verl.trainer.main_ppo", *own)), place)
     found = json.loads(output_of("verl", COMPOSE, "ppo_trainer", *own, *added))
@@ -62,7 +62,7 @@ def test_v0_saves_when_a_step_does_not_fit(
     if stop:
         (tmp_path / "stop").touch()
     began = time.time()
-    place = Place(RunDir(tmp_path), seconds=left_s + 10_000)
+    place = ProgramPlace(RunDir(tmp_path), seconds=left_s + 10_000)
     ((name, end),) = (
         pair for pair in VERL.environment(Program(("-m", "verl.trainer.main_ppo")), place).items() if "MLP" in pair[0]
     )
@@ -98,7 +98,7 @@ logger.log({"critic/score/mean": 0.5, "actor/lr": 1e-6, "timing_s/step": 2.0, "n
 
 
 def test_the_loop_of_v1_saves_once_and_returns(tmp_path: Path) -> None:
-    program, place = Program(("python", "-m", "verl.trainer.main_ppo")), Place(RunDir(tmp_path))
+    program, place = Program(("python", "-m", "verl.trainer.main_ppo")), ProgramPlace(RunDir(tmp_path))
     script = Path(__file__).parent / "beside_verl/v1_fit.py"
     code = f"import runpy; runpy.run_path({str(script)!r}, run_name='__main__')"
     printed = output_of("verl", code, str(tmp_path), *VERL.arguments(program, place), HPC_RL_RUN_DIR=str(tmp_path))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 
-class Ranks:
+class RankGroup:
     """The processes of a program, if it has made a process group of torch; otherwise this process alone.
 
     All of them make this object, and call its functions, at the same points of the program.

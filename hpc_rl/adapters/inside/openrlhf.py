@@ -8,11 +8,11 @@ from functools import wraps
 from types import ModuleType
 from typing import Any
 
-from hpc_rl.adapters.inside.agreement import Ranks
+from hpc_rl.adapters.inside.agreement import RankGroup
 from hpc_rl.adapters.inside.asked import is_asked
 
 _METHOD = "save_logs_and_checkpoints"
-_ranks: list[Ranks] = []
+_ranks: list[RankGroup] = []
 """Of this process, once it has saved or not saved for the first time."""
 
 
@@ -27,7 +27,7 @@ def _saving(original: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(original)
     def save_logs_and_checkpoints(self: Any, *arguments: Any, **named: Any) -> Any:
         if not _ranks:
-            _ranks.append(Ranks())
+            _ranks.append(RankGroup())
         if not _ranks[0].of_main(is_asked()):
             return original(self, *arguments, **named)
         own = named.get("args", arguments[0] if arguments and hasattr(arguments[0], "__dict__") else None)

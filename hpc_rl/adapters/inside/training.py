@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
-from hpc_rl.adapters.inside.agreement import Ranks
+from hpc_rl.adapters.inside.agreement import RankGroup
 from hpc_rl.adapters.inside.run import AdaptedRun
 from hpc_rl.adapters.saved import Checkpoint
 from hpc_rl.errors import EXIT_STOPPED
@@ -23,7 +23,7 @@ class Training:
 
     def __init__(self, part: str = "") -> None:
         self.part = part
-        self.ranks = Ranks()
+        self.ranks = RankGroup()
         self._run = AdaptedRun() if self.ranks.is_main else None
         self.is_stopping = False
         heart.begin(f"rank {self.ranks.rank}", waits=True)

@@ -7,7 +7,7 @@ from functools import wraps
 from importlib import import_module
 from typing import Any
 
-from hpc_rl.adapters.inside.agreement import Ranks
+from hpc_rl.adapters.inside.agreement import RankGroup
 from hpc_rl.adapters.inside.asked import is_asked
 from hpc_rl.errors import EXIT_STOPPED
 from hpc_rl.training.stopping import stopped_line
@@ -44,7 +44,7 @@ class _Training:
     def __init__(self, handler: Any, step: int) -> None:
         self._handler, self._step = handler, step
         self._total = int(handler.engine.optimizer_config.total_training_steps)
-        self._ranks = Ranks()
+        self._ranks = RankGroup()
         self._metrics: Mapping[str, Any] = {}
         if step >= self._total:
             self._print(f"step {step} of {self._total} is saved already: nothing is left to train")

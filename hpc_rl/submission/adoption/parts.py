@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
-from hpc_rl.submission.adoption.programs import Program, find_program, name_of
+from hpc_rl.submission.adoption.programs import FoundProgram, find_program, name_of
 from hpc_rl.submission.adoption.shell import KEYWORDS, Command, Scope, Statement, names, plain, statements
 
 STARTS_RAY = re.compile(r"\bray\s+start\b")
@@ -51,7 +51,7 @@ class ScriptPart:
     """Whether it is a loop or a condition that sets variables and prints messages only, or defines a function."""
     replaced_by: str = ""
     """What hpc-rl does instead of it, if so."""
-    program: Program = field(default_factory=Program)
+    program: FoundProgram = field(default_factory=FoundProgram)
 
     @property
     def name(self) -> str:

@@ -76,7 +76,7 @@ _ON_RAY = re.compile(r"-m (verl|recipe|openrlhf\.cli\.train_ppo_ray|skyrl\w*|nem
 
 
 @dataclass
-class Program:
+class FoundProgram:
     words: list[str] = field(default_factory=list)
     """Without its launcher."""
     rank: int = 0
@@ -102,13 +102,13 @@ def name_of(word: str) -> str:
     return PurePosixPath(MARK.sub("", word)).name
 
 
-def find_program(words: list[str], scope: Scope, found: Program | None = None) -> Program:
+def find_program(words: list[str], scope: Scope, found: FoundProgram | None = None) -> FoundProgram:
     """Return the program that a command starts; one of rank 0 if it starts none in Python or by a launcher.
 
     Args:
         found: what is known from the commands around this one.
     """
-    found, rest = found or Program(), list(words)
+    found, rest = found or FoundProgram(), list(words)
     while rest:
         word, name = rest[0], name_of(rest[0])
         if _ASSIGNMENT.match(word):
@@ -139,7 +139,7 @@ def find_program(words: list[str], scope: Scope, found: Program | None = None) -
     return found
 
 
-def _after_srun(found: Program, words: list[str]) -> list[str]:
+def _after_srun(found: FoundProgram, words: list[str]) -> list[str]:
     found.step, rest = take_options(words, _SRUN_WITHOUT_VALUE, _SRUN_SHORT)
     while rest and MARK.fullmatch(rest[0]):
         found.lost.append(f"srun {plain(rest[0])}: these options are not known")
@@ -148,7 +148,7 @@ def _after_srun(found: Program, words: list[str]) -> list[str]:
     return rest
 
 
-def _in_container(found: Program, name: str, words: list[str]) -> list[str]:
+def _in_container(found: FoundProgram, name: str, words: list[str]) -> list[str]:
     words = words[1:] if words[:1] in (["exec"], ["run"]) else words
     options, words = take_options(words, _CONTAINER_WITHOUT_VALUE)
     if name in ("apptainer", "singularity"):
@@ -159,7 +159,7 @@ def _in_container(found: Program, name: str, words: list[str]) -> list[str]:
     return words[1:] if name in ("docker", "podman") else words
 
 
-def _wrapped(found: Program, name: str, words: list[str]) -> list[str]:
+def _wrapped(found: FoundProgram, name: str, words: list[str]) -> list[str]:
     """Return the words after a command such as `uv run` with its options."""
     first, without_value = _WRAPPERS[name]
     options, rest = take_options(words[2 if first else 1 :], without_value)
@@ -179,7 +179,7 @@ def _inline(words: list[str]) -> str | None:
     return words[place + 1] if place + 1 < len(words) else None
 
 
-def _first(found: Program, commands: Iterable[Command], scope: Scope) -> Program:
+def _first(found: FoundProgram, commands: Iterable[Command], scope: Scope) -> FoundProgram:
     """Return the first program of a `bash -c`, with the commands before it."""
     before: list[Command] = []
     for command in commands:
@@ -194,7 +194,7 @@ def _first(found: Program, commands: Iterable[Command], scope: Scope) -> Program
     return found
 
 
-def _launched(found: Program, name: str, rest: list[str]) -> Program:
+def _launched(found: FoundProgram, name: str, rest: list[str]) -> FoundProgram:
     """Complete the program by the words from its launcher or its Python on."""
     if module := _COMMANDS.get((name, *rest[1:2])):
         end = rest.index("--launcher") if "--launcher" in rest else len(rest)
@@ -230,7 +230,7 @@ def _launched(found: Program, name: str, rest: list[str]) -> Program:
     return found
 
 
-def _note_options(found: Program, name: str, kept: list[str]) -> None:
+def _note_options(found: FoundProgram, name: str, kept: list[str]) -> None:
     how = (
         ": precision, FSDP and DeepSpeed (also those in its file) become arguments of the program, or variables "
         "ACCELERATE_* and FSDP_* in slurm.env"

@@ -26,7 +26,7 @@ from hpc_rl.submission.adoption.parts import (
     simple,
     writes_file,
 )
-from hpc_rl.submission.adoption.programs import LAUNCHER, PLAIN, RUNTIMES, STEP, Program
+from hpc_rl.submission.adoption.programs import LAUNCHER, PLAIN, RUNTIMES, STEP, FoundProgram
 from hpc_rl.submission.adoption.shell import MARK, OF_SHELL, Scope, mark, names, plain
 
 _STEP = "a step before the program; a line of set-up runs on the first node only"
@@ -213,7 +213,7 @@ class _Walk:
             if "=" in pair:
                 self._export(self.main, *pair.split("=", 1))
 
-    def _srun(self, program: Program) -> None:
+    def _srun(self, program: FoundProgram) -> None:
         container = self.job.profile["container"]
         for name, value in program.step:
             if name == "container-image":
@@ -235,7 +235,7 @@ class _Walk:
                     f"line {self.main.number}, srun --nodes={value}: the program runs on all {self.job.nodes} nodes"
                 )
 
-    def _container(self, program: Program) -> None:
+    def _container(self, program: FoundProgram) -> None:
         container = self.job.profile["container"]
         for name, value in program.container:
             text = plain(value or "")
@@ -251,7 +251,7 @@ class _Walk:
                 option = f"-{name}" if len(name) == 1 else f"--{name}"
                 container["options"] = [*container.get("options", []), option + (f"={text}" if value else "")]
 
-    def _processes(self, program: Program) -> None:
+    def _processes(self, program: FoundProgram) -> None:
         job, given, slurm = self.job, program.processes, self.job.profile["slurm"]
         started = {STEP: str(job.tasks), PLAIN: "1"}.get(program.rank, given) or ""
         count = int(started) if started.isdigit() and job.kind == "torchrun" else job.gpus or 1
@@ -280,7 +280,7 @@ class _Walk:
                 "WORLD_SIZE, and not SLURM_PROCID, SLURM_LOCALID and SLURM_NTASKS"
             )
 
-    def _finish(self, program: Program) -> None:
+    def _finish(self, program: FoundProgram) -> None:
         job, slurm = self.job, self.job.profile["slurm"]
         job.program = program.words if job.kind == "torchrun" else [program.python, *program.words]
         if setup := self._setup_lines():

@@ -8,7 +8,7 @@ import re
 import sys
 from collections.abc import Callable, Hashable, Iterator
 
-from hpc_rl.adapters.adapter import Place
+from hpc_rl.adapters.adapter import ProgramPlace
 from hpc_rl.config.job import JobConfig
 from hpc_rl.config.ray import RayJobConfig
 from hpc_rl.config.rl.generate import GenerateConfig
@@ -297,7 +297,7 @@ def adapter(job: Job) -> Iterator[Question]:
     """Ask whether the program's own options agree with the job."""
     if job.row.takes_program:
         trainer = job.config.trainer
-        place = Place(job.run_dir, trainer.nnodes, trainer.n_gpus_per_node)
+        place = ProgramPlace(job.run_dir, trainer.nnodes, trainer.n_gpus_per_node)
         yield check_conflicts, tuple(job.adapter.conflicts(job.adapted, place))
 
 
