@@ -45,6 +45,11 @@ class Program:
         return words
 
     @property
+    def runs_in_job_python(self) -> bool:
+        """Whether the Python of the job runs it, and no other one that the command names."""
+        return self.words[:1] == self.command[:1] or "/" not in self.words[0]
+
+    @property
     def module(self) -> str:
         """The module after -m; empty if there is none."""
         return self.command[1] if self.command[:1] == ("-m",) and len(self.command) > 1 else ""

@@ -75,7 +75,9 @@ def test_a_program_that_cannot_be_is_refused(program: list[str], said: str) -> N
 @pytest.mark.usefixtures("folder")
 def test_any_command_may_be_the_driver() -> None:
     assert check_ray("python", "driver.py", "none.py") == []
-    assert check_ray("python", "-m", "verl.trainer.main_ppo", "a=1") == []
+    assert check_ray("/none/python", "-m", "verl.trainer.main_ppo", "a=1") == []
+    with pytest.raises(UserError, match=r"verl needs verl, and .* lacks it"):
+        check_ray("python", "-m", "verl.trainer.main_ppo", "a=1")
     assert check_ray("bash", "-c", "true") == []
     assert "is looked up when the job starts" in check_ray("no-such-command-here")[0]
 

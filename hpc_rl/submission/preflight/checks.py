@@ -169,7 +169,7 @@ def packages(job: Job) -> Iterator[Question]:
     if has_unknown_python(config):
         return
     yield check_packages, slurm.python, job.row.needs, job.kind
-    if job.row.takes_program and (package := job.adapter.package) is not None:
+    if job.row.takes_program and (package := job.adapter.package) is not None and job.adapted.runs_in_job_python:
         yield check_packages, slurm.python, (package,), job.adapter.title, None
     if isinstance(config, PpoConfig) and (file := config.carrier_spec.requirements) is not None:
         yield check_requirements, slurm.python, file
