@@ -39,7 +39,7 @@ def size_conflicts(own: Mapping[str, str], place: ProgramPlace, nodes: str, gpus
     rows = ((nodes, place.nodes, "node", "--nodes"), (gpus, place.processes, "GPU", "--gpus-per-node"))
     return [
         f"{name}={own[name]}, but the job has {counted(found, what)}{' per node' if what == 'GPU' else ''}: leave the "
-        f"option out, which then follows the job, or submit with {option} {own[name]}"
+        f"option out, and hpc-rl sets it to the job's number, or submit with {option} {own[name]}"
         for name, found, what, option in rows
         if own.get(name, "").isdecimal() and int(own[name]) != found
     ]

@@ -13,10 +13,7 @@ LIGHTNING = Adapter(
     name="lightning",
     title="Lightning's Trainer",
     kinds=("torchrun",),
-    recognises=lambda program: program.uses(
-        *("lightning.pytorch", "pytorch_lightning", "lightning.Trainer", "lightning.LightningModule"),
-        *("lightning.LightningDataModule", "lightning"),
-    ),
+    recognises=lambda program: program.uses("lightning", "pytorch_lightning") and not program.uses("lightning.fabric"),
     saves="before the walltime ends or when it is asked, into the run directory, and resumes from its last checkpoint",
     is_hooked=True,
     newest=lambda _, place: newest_saved(place.run),
@@ -45,8 +42,8 @@ ACCELERATE = replace(
     package="accelerate",
     recognises=lambda program: program.uses("accelerate.Accelerator", "accelerate.accelerator"),
     saves=(
-        "when the script itself calls save_state, ends after the first one since it was asked, and resumes "
-        f"by {_RESUME} if the script has this option"
+        "only when the script calls save_state, ends after the next call when it is asked to stop, and resumes only if "
+        f"the script has the option {_RESUME}"
     ),
     arguments=_accelerate_arguments,
 )

@@ -146,7 +146,7 @@ def _conflicts(program: Program, place: ProgramPlace) -> list[str]:
     newest = _newest(program, place)
     if newest is not None and newest.processes and newest.processes != _training_gpus(sized, now):
         found.append(
-            f"{newest.path} was written by {newest.processes} GPUs, and DeepSpeed resumes it with as many only; this "
+            f"{newest.path} was written by {newest.processes} GPUs, and DeepSpeed resumes it on the same number; this "
             f"job trains on {_training_gpus(sized, now)}: submit it with the same number of nodes and GPUs"
         )
     return found
@@ -188,7 +188,7 @@ OPENRLHF = Adapter(
     package="openrlhf",
     recognises=_ran(_PPO),
     command=plain_words,
-    saves="before the walltime ends or when it is asked, at the end of a step, and resumes there with the same GPUs",
+    saves="at the end of a step, before the walltime ends or when it is asked, and resumes on the same number of GPUs",
     is_hooked=True,
     output=lambda program: Options(program).get("ckpt.path"),
     arguments=lambda program, place: [*_resuming(program, place), *_sizes(program, place)],

@@ -94,7 +94,7 @@ def _conflicts(program: Program, place: ProgramPlace) -> list[str]:
     for name, value in _sizes(program, place).items():
         if name in own and own[name] != str(value) and not name.endswith("num_engines"):
             found.append(
-                f"{name}={own[name]}, but the job has {value}: leave the option out, which then follows the job, "
+                f"{name}={own[name]}, but the job has {value}: leave the option out, and hpc-rl sets it, "
                 "or submit with another --nodes or --gpus-per-node"
             )
     newest, now = _newest(program, place), place.nodes * place.processes
@@ -113,7 +113,7 @@ SKYRL = Adapter(
     package="skyrl",
     recognises=lambda program: plain(program).uses("skyrl.train"),
     command=plain_words,
-    saves="before the walltime ends or when it is asked, at the end of a step, and resumes there with the same GPUs",
+    saves="at the end of a step, before the walltime ends or when it is asked, and resumes on the same number of GPUs",
     is_hooked=True,
     output=lambda program: _own(program).get(_folder_option(program)),
     arguments=_arguments,

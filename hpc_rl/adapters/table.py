@@ -62,7 +62,9 @@ def choose(setting: str, kind: str, program: Program) -> Adapter:
         return next((row for row in rows if row.recognises(program)), GENERIC)
     row = ADAPTERS.get(setting)
     if row is None:
-        raise UserError(f"slurm.adapter={setting}: choose {AUTO}, {NONE}, {', '.join(ADAPTERS)}")
+        raise UserError(
+            f"slurm.adapter={setting}: there is no such adapter: choose {AUTO}, {NONE}, {', '.join(ADAPTERS)}"
+        )
     if kind not in row.kinds:
         raise UserError(f"slurm.adapter={setting}: {row.title} needs `submit {row.kinds[0]}`, not `submit {kind}`")
     return row
@@ -71,6 +73,8 @@ def choose(setting: str, kind: str, program: Program) -> Adapter:
 def description(adapter: Adapter, program: Program) -> str:
     """Return what an adapter will do, in a sentence."""
     if adapter is GENERIC:
-        return "no adapter knows this program: it takes part in saving and requeueing if it looks for the stop file"
+        others = (row for row in ADAPTERS.values() if row.recognises(program))
+        other = next((f"; {row.title} needs `submit {row.kinds[0]}`" for row in others), "")
+        return f"no adapter: this program saves and resumes only if it looks for $HPC_RL_RUN_DIR/stop itself{other}"
     to = f" to {found}" if (found := adapter.output(program)) else ""
     return f"{adapter.title}: saves{to} {adapter.saves}"

@@ -12,7 +12,7 @@ from hpc_rl.adapters.launchers import launched
 from hpc_rl.adapters.program import Program
 from hpc_rl.adapters.saved import newest_saved
 
-_SAVES = "before the walltime ends or when it is asked, and resumes from its last checkpoint there"
+_SAVES = "before the walltime ends or when it is asked, and resumes from its last checkpoint"
 
 
 def _setting(program: Program, name: str) -> str | None:

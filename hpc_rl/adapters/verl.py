@@ -71,7 +71,7 @@ def _other_size(program: Program, place: ProgramPlace) -> list[str]:
     if found is None or found.processes in (0, now) or given(program).get("trainer.resume_mode") == "disable":
         return []
     return [
-        f"{found.path} was written by {found.processes} GPUs, and FSDP of verl resumes it with as many only, but the "
+        f"{found.path} was written by {found.processes} GPUs, and FSDP of verl resumes it on the same number, but the "
         f"job has {now}: submit it with the same number of nodes and GPUs"
     ]
 
@@ -129,7 +129,7 @@ VERL = Adapter(
     package="verl",
     recognises=lambda program: _RL.fullmatch(plain(program).module) is not None,
     command=plain_words,
-    saves="before the walltime ends or when it is asked, at the end of a step, and resumes there with the same GPUs",
+    saves="at the end of a step, before the walltime ends or when it is asked, and resumes on the same number of GPUs",
     is_hooked=True,
     output=_output,
     arguments=_arguments,

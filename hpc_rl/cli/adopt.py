@@ -9,6 +9,7 @@ import typer
 
 from hpc_rl.cli.app import app, note, path
 from hpc_rl.errors import UserError
+from hpc_rl.formats.counted import counted
 
 
 @app.command()
@@ -18,8 +19,8 @@ def adopt(
     """Print the command, and the lines for a site profile, that do the same as an sbatch script of your own.
 
     The output is a script of bash: hpc-rl adopt train.sbatch > submit.sh. Its comments list what could not be carried
-    over, what to check, and what hpc-rl makes superfluous. Standard error has only the number of lines that were not
-    carried over.
+    over, what to check, and what hpc-rl makes superfluous. Standard error shows only how many parts were not carried
+    over.
 
     Example: hpc-rl adopt train.sbatch
     """
@@ -29,10 +30,9 @@ def adopt(
     try:
         text = script.read_text()
     except (OSError, UnicodeDecodeError) as error:
-        raise UserError(
-            f"{script}: {error.strerror if isinstance(error, OSError) else 'it is no text file'}"
-        ) from error
-    found = read(text, str(script))
-    print(adoption_text(found, script.name, f"{script.stem}.site.yaml"), end="")
-    if found.lost:
-        note(f"not carried over: {len(found.lost)}; the comments above the command list it")
+        found = error.strerror if isinstance(error, OSError) else "it is no text file"
+        raise UserError(f"{script}: {found}: name the script that you submit with sbatch") from error
+    adopted = read(text, str(script))
+    print(adoption_text(adopted, script.name, f"{script.stem}.site.yaml"), end="")
+    if adopted.lost:
+        note(f"{counted(len(adopted.lost), 'part')} of the script not carried over: read the comments of the output")

@@ -88,8 +88,9 @@ class SlurmConfig(Section):
     """Seconds before the end of the walltime at which the run is told to save; it is then queued again. Slurm may send
     the warning up to a minute early. A run whose steps and checkpoints have taken longer saves earlier by itself."""
     adapter: Line = "auto"
-    """How your own program is asked to save and is resumed (`submit torchrun`, `submit ray`): a row of the table in
-    docs/other-programs.md. auto: from its command line. none: the program looks for the stop file itself."""
+    """Adapter by which hpc-rl asks your own program to save, and resumes it (`submit torchrun`, `submit ray`): trl,
+    lightning, verl or another name in docs/other-programs.md. auto: chosen by the command line. none: the program looks
+    for the stop file itself."""
     requeue: bool = True
     """Queue the job again after it reached its walltime, was preempted, hung once, or lost a node."""
     max_node_failures: int = Field(3, ge=0)

@@ -149,8 +149,9 @@ class AdaptedProgram:
         is_late = end is not None and end - time.time() <= RESERVE_S
         if is_late:
             print(
-                f"hpc-rl: {self._adapter.title} has not saved since it was asked to stop, and the walltime ends: it "
-                "resumes from its last checkpoint; raise slurm.warning_s, or have it save more often",
+                f"hpc-rl: the program ({self._adapter.title}) was asked to save, and has not saved before the end of "
+                "the walltime. The next attempt resumes from the last checkpoint. To save in time, raise "
+                "slurm.warning_s, or save more often",
                 flush=True,
             )
         return is_late

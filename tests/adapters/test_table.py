@@ -40,7 +40,7 @@ def test_a_module_is_recognised_by_its_name(words: tuple[str, ...], name: str) -
 def test_a_chosen_adapter_has_to_exist_and_to_fit() -> None:
     program = Program(("train.py",))
     assert choose("trl", "torchrun", program).name == "trl"
-    with pytest.raises(UserError, match=r"slurm\.adapter=tlr: choose auto, none, "):
+    with pytest.raises(UserError, match=r"slurm\.adapter=tlr: there is no such adapter: choose auto, none, "):
         choose("tlr", "torchrun", program)
     with pytest.raises(UserError, match=r"slurm\.adapter=trl: .* needs `submit torchrun`, not `submit ray`"):
         choose("trl", "ray", program)
@@ -50,7 +50,7 @@ def test_a_chosen_adapter_has_to_exist_and_to_fit() -> None:
 def test_descriptions(tmp_path: Path) -> None:
     program = Program(("-m", "trl.scripts.sft", "--output_dir", "out"))
     assert description(ADAPTERS["trl"], program).startswith("TRL (transformers' Trainer): saves to out before ")
-    assert "looks for the stop file" in description(GENERIC, program)
+    assert "looks for $HPC_RL_RUN_DIR/stop itself" in description(GENERIC, program)
     (tmp_path / "c.yml").write_text("output_dir: there\n")
     config = Program(("-m", "axolotl.cli.train", "c.yml"), tmp_path)
     assert ADAPTERS["axolotl"].folder(config) == tmp_path / "there"

@@ -79,7 +79,7 @@ def test_the_walltime_and_a_stop_lose_nothing(workspace: Workspace, slurm_cluste
     refused = submit(workspace, "held", nodes=1)
     assert (
         refused.returncode == 2
-        and "was written by 2 GPUs, and FSDP of verl resumes it with as many only" in refused.stderr
+        and "was written by 2 GPUs, and FSDP of verl resumes it on the same number" in refused.stderr
     )
     assert submit(workspace, "held", "--wait").returncode == 0
     workspace.ok("logs", "-f", "whole")

@@ -79,8 +79,8 @@ class TrainerAdapter:
         found, ranks = self._training.newest(self._args.output_dir), self._training.ranks
         if found is not None and found.processes != ranks.count and self._trainer.is_deepspeed_enabled:
             print(
-                f"{found.path} was written by {found.processes} processes, and DeepSpeed resumes it with as many only; "
-                f"this job has {ranks.count}: submit it with the same number of nodes and GPUs",
+                f"{found.path} was written by {found.processes} processes, and DeepSpeed resumes it on as many; this "
+                f"job has {ranks.count}: submit it with the same number of nodes and GPUs",
                 flush=True,
             )
             raise SystemExit(EXIT_BAD_INPUT)

@@ -49,7 +49,7 @@ def adopt(script: str, name: str) -> Adoption:
         UserError: it is no sbatch script, hpc-rl has rendered it, or it starts no program in Python.
     """
     if not re.match(r"#!.*sh\b|#SBATCH", script):
-        raise UserError(f"{name} is no sbatch script: its first line is not #!/bin/bash")
+        raise UserError(f"{name} is no sbatch script: its first line is neither #!/bin/bash nor #SBATCH")
     if f"export {ENV_RUN_DIR}=" in script:
         raise UserError(
             f"{name} was rendered by hpc-rl: submit it with hpc-rl submit KIND --script {name}, or sbatch {name}"
@@ -78,7 +78,7 @@ def _choose(parts: list[ScriptPart], name: str) -> ScriptPart:
             key=lambda one: (one.operator != "&" or one.program.rank == LAUNCHER, one.program.rank, bool(one.words)),
         )
     steps = [part.place for part in parts if part.name in ("srun", "bash", "sh", "mpirun", "exec")]
-    seen = f"; {steps[-1]} starts none that can be seen" if steps else ""
+    seen = f"; {steps[-1]} starts another program" if steps else ""
     raise UserError(
         f"{name} has no line that starts a program in Python (by torchrun, accelerate launch, deepspeed, python or "
         f"ray job submit){seen}"

@@ -64,7 +64,7 @@ def test_hpc_rl_accepts_what_is_printed(script: Path, tmp_path: Path, monkeypatc
 def test_the_lines_go_to_a_file_and_a_count_to_the_terminal(tmp_path: Path) -> None:
     (tmp_path / "x.sbatch").write_text(f"{HEAD}#SBATCH --array=1-3\nsrun torchrun --nproc_per_node=gpu train.py\n")
     done = hpc_rl("adopt", "x.sbatch", folder=tmp_path)
-    assert done.returncode == 0 and "hpc-rl: not carried over: 1" in done.stderr
+    assert done.returncode == 0 and "hpc-rl: 1 part of the script not carried over" in done.stderr
     assert done.stdout.endswith("hpc-rl submit torchrun --nodes 1 --gpus-per-node 2 \\\n    -- train.py\n")
     assert [path.name for path in tmp_path.iterdir()] == ["x.sbatch"], "nothing is written or run"
 
@@ -74,13 +74,13 @@ def test_the_lines_go_to_a_file_and_a_count_to_the_terminal(tmp_path: Path) -> N
     [
         (None, "No such file or directory"),
         (b"\xff\xfe", "it is no text file"),
-        (b"import torch\n", "is no sbatch script: its first line is not #!/bin/bash"),
+        (b"import torch\n", "is no sbatch script: its first line is neither #!/bin/bash nor #SBATCH"),
         (b"#!/usr/bin/env python\n", "is no sbatch script"),
         (
             b"#!/bin/bash\nexport HPC_RL_RUN_DIR=/x\n",
             "was rendered by hpc-rl: submit it with hpc-rl submit KIND --script",
         ),
-        (b"#!/bin/bash\necho hi\nsrun ./a.out\n", "starts a program in Python .*; line 3, `srun ./a.out` starts none"),
+        (b"#!/bin/bash\necho hi\nsrun ./a.out\n", "starts a program in Python .*; line 3, `srun ./a.out` starts another"),
     ],
 )
 def test_other_files_are_refused_in_one_line(content: bytes | None, message: str, tmp_path: Path) -> None:

@@ -12,7 +12,11 @@ def _prepare() -> None:
     try:
         from hpc_rl.adapters.inside.hooks import install
     except ImportError as error:
-        print(f"hpc-rl: the adapter of this program is not used: {error}", file=sys.stderr)
+        print(
+            f"hpc-rl: {sys.executable} cannot import hpc_rl ({error}), so this program is neither asked to save nor "
+            "resumed: install hpc-rl in this environment",
+            file=sys.stderr,
+        )
     else:
         install()
 
