@@ -19,6 +19,7 @@ LIGHTNING = Adapter(
     newest=lambda _, place: newest_saved(place.run),
 )
 _RESUME = "--resume_from_checkpoint"
+_FOLDER = "--checkpoint.folder"
 
 
 def _accelerate_arguments(program: Program, place: ProgramPlace) -> Sequence[str]:
@@ -49,9 +50,11 @@ ACCELERATE = replace(
 )
 
 
-def _titan_arguments(program: Program, _place: ProgramPlace) -> Sequence[str]:
-    """Return the option without which torchtitan saves nothing."""
-    return [] if "checkpoint.enable" in program.options else ["--checkpoint.enable"]
+def _titan_arguments(program: Program, place: ProgramPlace) -> Sequence[str]:
+    """Return the option without which torchtitan saves nothing, and a folder of the run: it resumes from what is there,
+    which may be of another run in its own default."""
+    enable = [] if "checkpoint.enable" in program.options else ["--checkpoint.enable"]
+    return [*enable, *([] if "checkpoint.folder" in program.options else [_FOLDER, str(place.run.checkpoints)])]
 
 
 def _titan_conflicts(program: Program, _place: ProgramPlace) -> Sequence[str]:
@@ -66,9 +69,8 @@ TORCHTITAN = replace(
     name="torchtitan",
     title="torchtitan",
     package="torchtitan",
-    recognises=lambda program: program.uses("torchtitan"),
+    recognises=lambda program: program.runs("torchtitan"),
     saves="before the walltime ends or when it is asked, and resumes from its last checkpoint",
-    output=lambda program: program.options.get("dump_folder") or program.options.get("job.dump_folder"),
     arguments=_titan_arguments,
     conflicts=_titan_conflicts,
 )

@@ -77,12 +77,15 @@ def _folder(program: Program, place: ProgramPlace) -> Path:
 
 def _newest(program: Program, place: ProgramPlace) -> Checkpoint | None:
     folder = _folder(program, place)
+    critic = folder / "_critic"
     folder = folder / "_actor" if plain(program).module == _PPO else folder
     try:
         latest = folder / "latest"
         if latest.stat().st_mtime < place.began:
             return None
         name = latest.read_text().strip()
+        if folder.name == "_actor" and critic.is_dir() and (critic / "latest").read_text().strip() != name:
+            return None  # it is written after the actor
     except OSError:
         return None
     match, path = re.fullmatch(r"global_step(\d+)", name), folder / name

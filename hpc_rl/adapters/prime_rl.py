@@ -9,6 +9,7 @@ checkpoint, of which [ckpt] interval sets the distance.
 
 from __future__ import annotations
 
+import contextlib
 import re
 from pathlib import Path
 
@@ -47,8 +48,9 @@ def _newest(program: Program, place: ProgramPlace) -> Checkpoint | None:
     steps = {}
     for path in folder.glob("step_*/trainer/.metadata"):
         name = path.parent.parent.name.removeprefix("step_")
-        if name.isdecimal() and path.stat().st_mtime >= place.began:
-            steps[int(name)] = path.parent.parent
+        with contextlib.suppress(FileNotFoundError):  # prime-rl removes old ones
+            if name.isdecimal() and path.stat().st_mtime >= place.began:
+                steps[int(name)] = path.parent.parent
     return Checkpoint(max(steps), str(steps[max(steps)])) if steps else None
 
 

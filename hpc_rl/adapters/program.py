@@ -41,7 +41,7 @@ class Program:
         if words and _PYTHON.fullmatch(words[0]):
             words = words[1:]
             while words and words[0].startswith("-") and words[0] not in ("-m", "-c"):
-                words = words[1:]
+                words = words[2 if words[0] in ("-W", "-X") else 1 :]
         return words
 
     @property
@@ -101,7 +101,7 @@ class Program:
                 counts too.
         """
         files = [self.options[name] for name in names if self.options.get(name)]
-        files += [word.removeprefix("@ ").removeprefix("@") for word in self.positional]
+        files += [word.removeprefix("@") for word in self.positional]
         found: dict[str, str] = {}
         for file in files:
             found |= read_settings(self.folder / file)
@@ -112,6 +112,10 @@ class Program:
         """Modules and names that the script imports, and modules beside it, such as `trl` and `trl.SFTTrainer`."""
         script = self.folder / (self.name or f"{self.module.replace('.', '/')}.py")
         return frozenset(_imports(script)) if script.suffix == ".py" else frozenset()
+
+    def runs(self, *modules: str) -> bool:
+        """Return whether the program is one of these modules or a part of one, after -m."""
+        return any(self.module == module or self.module.startswith(f"{module}.") for module in modules)
 
     def uses(self, *modules: str) -> bool:
         """Return whether the program is one of these modules or a part of one, or imports one of these names."""
@@ -125,12 +129,12 @@ def read_settings(file: Path) -> Mapping[str, str]:
     Of YAML, only plain mappings are read. Lists and multi-line texts are left out.
     """
     try:
-        text = file.read_text()[:MOST_BYTES] if file.suffix in (".yaml", ".yml", ".json", ".toml") else ""
+        text = _beginning(file).decode() if file.suffix in (".yaml", ".yml", ".json", ".toml") else ""
         if file.suffix == ".toml":
             return dict(_flat(tomllib.loads(text)))
         if file.suffix == ".json":
             return dict(_flat(json.loads(text or "{}")))
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return {}
     found, above = {}, list[tuple[int, str]]()
     for line in text.splitlines():
@@ -144,6 +148,14 @@ def read_settings(file: Path) -> Mapping[str, str]:
         else:
             found[".".join([*(name for _, name in above), key])] = value.strip("'\"")
     return found
+
+
+def _beginning(file: Path) -> bytes:
+    """Return what is read of a file: not more, however large it is, and nothing if it is no regular file."""
+    if not file.is_file():
+        return b""
+    with file.open("rb") as text:
+        return text.read(MOST_BYTES)
 
 
 def _flat(table: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, str]]:
@@ -170,13 +182,13 @@ def _imports(script: Path) -> Iterator[str]:
 def imported_names(file: Path) -> list[str]:
     """Return the modules that a Python file imports, also `module.name` of `from module import name`."""
     try:
-        tree = ast.parse(file.read_bytes()[:MOST_BYTES])
+        tree = ast.parse(_beginning(file))
     except (OSError, ValueError, SyntaxError, RecursionError, MemoryError):
         return []
     found = []
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             found += [alias.name for alias in node.names]
-        elif isinstance(node, ast.ImportFrom) and node.module:
+        elif isinstance(node, ast.ImportFrom) and node.module and node.level <= 1:
             found += [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]
     return found

@@ -7,6 +7,7 @@ another run in the same output folder.
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -32,7 +33,8 @@ def record_saved(run: RunDir, checkpoint: Checkpoint) -> None:
 
 
 def newest_saved(run: RunDir, output: Path | None = None, part: str | None = None) -> Checkpoint | None:
-    """Return the last checkpoint that this run has completed and that still exists.
+    """Return the last checkpoint that this run has completed, that still exists, and that no other training of the
+    program has overwritten.
 
     Args:
         output: the folder in which it is; None for any.
@@ -42,13 +44,15 @@ def newest_saved(run: RunDir, output: Path | None = None, part: str | None = Non
         lines = read_regular(run.saved).splitlines()
     except OSError:
         return None
+    writers: dict[str, str] = {}
     for line in reversed(lines):
         try:
             found = Checkpoint(**json.loads(line))
         except (ValueError, TypeError):
             continue
         path = Path(found.path)
+        is_whole = writers.setdefault(found.path, found.part) == found.part
         is_here = output is None or path.absolute().parent == output.absolute()
-        if is_here and part in (None, found.part) and path.exists():
+        if is_whole and is_here and part in (None, found.part) and os.path.exists(path):  # noqa: PTH110  # no error
             return found
     return None

@@ -76,8 +76,10 @@ def _sizes(program: Program, place: ProgramPlace) -> dict[str, object]:
     for model in _MODELS:
         wanted[f"{_PLACEMENT}.{model}_num_nodes"] = place.nodes
         wanted[f"{_PLACEMENT}.{model}_num_gpus_per_node"] = place.processes
-    engine_gpus = int(own.get(f"{_ENGINES}.tensor_parallel_size", "1"))
-    return {**wanted, f"{_ENGINES}.num_engines": max(1, place.nodes * place.processes // engine_gpus)}
+    engine_gpus = own.get(f"{_ENGINES}.tensor_parallel_size", "1")
+    if not engine_gpus.isdecimal() or not int(engine_gpus):
+        return wanted
+    return {**wanted, f"{_ENGINES}.num_engines": max(1, place.nodes * place.processes // int(engine_gpus))}
 
 
 def _arguments(program: Program, place: ProgramPlace) -> list[str]:

@@ -29,6 +29,11 @@ def _uses(*modules: str, entries: Sequence[str] = ()) -> Callable[[Program], boo
     return lambda program: _entry(program, *entries) or program.uses(*modules)
 
 
+def _runs(*modules: str, entries: Sequence[str]) -> Callable[[Program], bool]:
+    """Return whether a program is a command of a package. A script that imports it has options of its own."""
+    return lambda program: _entry(program, *entries) or program.runs(*modules)
+
+
 def _entry(program: Program, *names: str) -> bool:
     return Path(program.name).name in names
 
@@ -38,7 +43,10 @@ TRANSFORMERS = Adapter(
     title="transformers' Trainer",
     kinds=("torchrun",),
     package="transformers",
-    recognises=_uses("transformers.Trainer", "transformers.Seq2SeqTrainer", "transformers.trainer"),
+    recognises=_uses(
+        *("transformers.Trainer", "transformers.Seq2SeqTrainer", "transformers.trainer"),
+        *("axolotl", "llamafactory", "llmtuner", "swift.trainers", "swift.llm"),
+    ),
     saves=_SAVES,
     is_hooked=True,
     output=_output,
@@ -51,8 +59,10 @@ def _trl_command(program: Program) -> Sequence[str]:
         return program.words
     name, *words = program.arguments
     config = program.settings("config").get("accelerate_config")
-    if "--accelerate_config" in words[:-1]:
-        at = words.index("--accelerate_config")
+    given = "--accelerate_config"
+    words = [part for word in words for part in (word.split("=", 1) if word.startswith(f"{given}=") else [word])]
+    if given in words[:-1]:
+        at = words.index(given)
         config = words.pop(at + 1)
         words.pop(at)
     return launched("trl", [config] if config else [], ["-m", f"trl.scripts.{name.replace('-', '_')}", *words])
@@ -113,7 +123,7 @@ AXOLOTL = replace(
     name="axolotl",
     title="Axolotl (transformers' Trainer)",
     package="axolotl",
-    recognises=_uses("axolotl", entries=("axolotl",)),
+    recognises=_runs("axolotl", entries=("axolotl",)),
     command=_axolotl_command,
     arguments=_axolotl_arguments,
     conflicts=_axolotl_conflicts,
@@ -167,7 +177,7 @@ LLAMA_FACTORY = replace(
     name="llamafactory",
     title="LLaMA-Factory (transformers' Trainer)",
     package="llamafactory",
-    recognises=_uses("llamafactory", "llmtuner", entries=_LLAMA),
+    recognises=_runs("llamafactory", "llmtuner", entries=_LLAMA),
     command=_llama_command,
     arguments=_llama_arguments,
     environment=_llama_variables,
@@ -191,9 +201,10 @@ def _swift_conflicts(program: Program, _place: ProgramPlace) -> Sequence[str]:
     ]
 
 
-def _swift_arguments(program: Program, _place: ProgramPlace) -> Sequence[str]:
-    """Return the option with which all attempts write into the folder of --output_dir, instead of one of each start."""
-    return [] if _setting(program, "add_version") else ["--add_version", "false"]
+def _swift_arguments(program: Program, place: ProgramPlace) -> Sequence[str]:
+    """Return the options with which all attempts of a run write into one folder, instead of one of each start."""
+    folder = [] if _output(program) else ["--output_dir", str(place.run.checkpoints)]
+    return folder if _setting(program, "add_version") else [*folder, "--add_version", "false"]
 
 
 MS_SWIFT = replace(
@@ -201,7 +212,7 @@ MS_SWIFT = replace(
     name="ms-swift",
     title="ms-swift (transformers' Trainer)",
     package="swift",
-    recognises=_uses("swift", entries=("swift",)),
+    recognises=_runs("swift", entries=("swift",)),
     command=_swift_command,
     arguments=_swift_arguments,
     conflicts=_swift_conflicts,

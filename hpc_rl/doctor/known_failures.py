@@ -28,7 +28,7 @@ from typing import Literal, get_args
 
 Kind = Literal["outside", "cause", "death", "exception", "consequence"]
 HEADING = "## Known failures\n"
-FILES = ("launch", "containers", "gpus", "network", "packages", "ray", "models", "job", "files", "general")
+FILES = ("launch", "containers", "gpus", "network", "packages", "ray", "programs", "models", "job", "files", "general")
 
 
 @dataclass(frozen=True)

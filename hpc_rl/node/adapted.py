@@ -12,9 +12,10 @@ from pathlib import Path
 
 from hpc_rl.adapters.adapter import Adapter, ProgramPlace, ReportedStep
 from hpc_rl.adapters.inside import on_path
+from hpc_rl.adapters.inside.hooks import job_variables
 from hpc_rl.adapters.program import Program
 from hpc_rl.adapters.saved import Checkpoint
-from hpc_rl.adapters.table import ADAPTERS
+from hpc_rl.adapters.table import ADAPTERS, GENERIC
 from hpc_rl.errors import EXIT_STOPPED
 from hpc_rl.liveness.walltime import RESERVE_S, WalltimeEnd, job_end
 from hpc_rl.node.rendezvous import Rendezvous
@@ -73,29 +74,37 @@ class AdaptedProgram:
         found = {**self._adapter.environment(self._program, self._place), **environ}
         if self._adapter.is_hooked:
             folders = [str(Path(on_path.__path__[0])), *filter(None, [environ.get("PYTHONPATH")])]
-            found["PYTHONPATH"] = os.pathsep.join(folders)
+            found |= {"PYTHONPATH": os.pathsep.join(folders), **job_variables(environ)}
         return found
 
     def must_end(self) -> bool:
         """Look at the program, and return whether it has saved and is to be ended. Called often, on node 0."""
-        if time.monotonic() >= self._next_look and not self.has_saved:
+        if self._adapter is not GENERIC and time.monotonic() >= self._next_look and not self.has_saved:
             self._next_look = time.monotonic() + LOOK_S
-            for line in self._log.new_lines():
-                self._read(line)
-            newest = self._adapter.newest(self._program, self._place)
-            if self._stopping.due(self._stopping.rest_s()):
-                self.has_saved = self._is_saved(newest)
-            else:
-                self._note(newest)
+            with contextlib.suppress(OSError):  # the file system does not answer; the next look may see it again
+                self._look()
         return self.has_saved
+
+    def _look(self) -> None:
+        for line in self._log.new_lines():
+            self._read(line)
+        newest = self._adapter.newest(self._program, self._place)
+        if self._stopping.due(self._stopping.rest_s()):
+            self.has_saved = self._is_saved(newest)
+        else:
+            self._note(newest)
 
     def exit_code(self, code: int) -> int:
         """Return the exit code of the program: 75 if it has ended early because it was asked to, and has saved."""
         for line in self._log.new_lines():
             self._read(line)
         newest = self._adapter.newest(self._program, self._place)
-        has_saved = self._place.run.stop.exists() and newest not in (None, self._first)
-        return EXIT_STOPPED if has_saved and code in (0, 1) and not self._is_complete() else code
+        before = {
+            0: self._first,
+            1: self._at_stop,
+        }  # a program that fails has to have saved since the request
+        has_saved = code in before and self._place.run.stop.exists() and newest not in (None, before[code])
+        return EXIT_STOPPED if has_saved and not self._is_complete() else code
 
     def _is_complete(self) -> bool:
         """Return whether the program has made its last step, as its log or the adapter inside it tells."""
@@ -134,6 +143,8 @@ class AdaptedProgram:
 
     def _is_saved(self, newest: Checkpoint | None) -> bool:
         """Return whether the program has saved since it was asked to stop, and does not end by itself."""
+        if self._is_complete():
+            return False
         if newest is None or newest == self._at_stop:
             return newest not in (None, self._first) and self._is_late()
         if self._ends_at is None:

@@ -114,8 +114,8 @@ def test_conflicts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, typed: str, 
             "-m llamafactory.launcher --stage sft",
             *("", "--overwrite_output_dir true", "--overwrite_output_dir false --resume_from_checkpoint {}"),
         ),
-        ("-m swift.cli.sft --x 1", "--add_version false", "--add_version false", "--add_version false"),
-        ("-m swift.cli.sft --add_version true", "", "", ""),
+        ("-m swift.cli.sft --output_dir o", "--add_version false", "--add_version false", "--add_version false"),
+        ("-m swift.cli.sft --output_dir o --add_version true", "", "", ""),
     ],
 )
 def test_what_is_added(tmp_path: Path, typed: str, first: str, nothing_saved: str, saved: str) -> None:

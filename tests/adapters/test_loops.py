@@ -18,7 +18,7 @@ from hpc_rl.run_dir import RunDir
         ("from lightning.pytorch.cli import LightningCLI", "lightning"),
         ("from accelerate import Accelerator", "accelerate"),
         ("from accelerate import Accelerator\nfrom transformers import Trainer", "transformers"),
-        ("from torchtitan.train import main", "torchtitan"),
+        ("from torchtitan.train import main", "generic"),  # with options of its own
     ],
 )
 def test_a_script_is_recognised_by_its_imports(tmp_path: Path, text: str, name: str) -> None:
@@ -42,11 +42,12 @@ def test_a_loop_with_accelerate_resumes_by_its_own_option(tmp_path: Path) -> Non
 def test_torchtitan(tmp_path: Path) -> None:
     place = ProgramPlace(RunDir(tmp_path))
     words = ("-m", "torchtitan.train", "--module", "llama3", "--config", "llama3_debugmodel")
-    program = Program((*words, "--dump_folder", "out"))
+    program, folder = Program(words), ["--checkpoint.folder", str(tmp_path / "checkpoints")]
     row = choose("auto", "torchrun", program)
-    assert row is TORCHTITAN and row.output(program) == "out" and not row.conflicts(program, place)
-    assert row.arguments(program, place) == ["--checkpoint.enable"]
-    assert row.arguments(Program((*words, "--checkpoint.enable")), place) == []
+    assert row is TORCHTITAN and not row.conflicts(program, place)
+    assert row.arguments(program, place) == ["--checkpoint.enable", *folder]
+    assert row.arguments(Program((*words, "--checkpoint.enable")), place) == folder
+    assert row.arguments(Program((*words, "--checkpoint.enable", "--checkpoint.folder", "x")), place) == []
     refused = Program((*words, "--checkpoint.no-enable"))
     assert row.conflicts(refused, place) == [
         "--checkpoint.no-enable: torchtitan would save nothing, and could not resume"

@@ -17,3 +17,14 @@ def test_the_newest_that_is_complete_and_still_there(tmp_path: Path) -> None:
     with run.saved.open("a") as file:
         file.write('{"step": 5, "path"')  # written in part when the process ended
     assert (newest_saved(run, out) or Checkpoint(0, "")).step == 2
+
+
+def test_a_checkpoint_that_another_training_has_overwritten_is_not_resumed(tmp_path: Path) -> None:
+    run, path = RunDir(tmp_path), tmp_path / "out" / "checkpoint-5"
+    path.mkdir(parents=True)
+    record_saved(run, Checkpoint(5, str(path), 1, "train-0"))
+    assert (newest_saved(run, path.parent, "train-0") or Checkpoint(0, "")).step == 5
+    assert newest_saved(run, path.parent, "train-1") is None
+    record_saved(run, Checkpoint(5, str(path), 1, "train-1"))
+    assert newest_saved(run, path.parent, "train-0") is None
+    assert (newest_saved(run, path.parent, "train-1") or Checkpoint(0, "")).part == "train-1"

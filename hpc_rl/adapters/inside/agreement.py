@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
 from typing import Any
+
+LONGEST = timedelta(days=7)
+"""How long ranks wait for each other here. How long the program itself may wait decides before."""
 
 
 class RankGroup:
@@ -17,7 +21,7 @@ class RankGroup:
         is_group = dist.is_available() and dist.is_initialized()
         self.rank = dist.get_rank() if is_group else 0
         self.count = dist.get_world_size() if is_group else 1
-        self._group = dist.new_group(backend="gloo") if self.count > 1 else None
+        self._group = dist.new_group(backend="gloo", timeout=LONGEST) if self.count > 1 else None
 
     @property
     def is_main(self) -> bool:

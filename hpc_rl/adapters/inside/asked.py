@@ -8,6 +8,19 @@ from pathlib import Path
 from hpc_rl.run_dir import ENV_RUN_DIR, RunDir
 
 
+class SaveOnce:
+    """Asks a program for one checkpoint after the run has to stop. A second one could be cut off when it is ended."""
+
+    def __init__(self) -> None:
+        self._has_saved = False
+
+    def is_due(self) -> bool:
+        """Return whether to save now. The checkpoint is expected after that."""
+        is_due = not self._has_saved and is_asked()
+        self._has_saved |= is_due
+        return is_due
+
+
 def is_asked() -> bool:
     """Return whether the stop file is there."""
     return RunDir(Path(os.environ[ENV_RUN_DIR])).stop.exists()

@@ -5,6 +5,7 @@ A program cannot be changed, and is not asked to import anything. HOOKS has a ro
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Mapping, Sequence
 from importlib import import_module
@@ -33,6 +34,14 @@ HOOKS: Mapping[str, str] = {
     "skyrl.train.sft_trainer": "hpc_rl.adapters.inside.skyrl",
 }
 """Module of a library -> module of ours, whose function `attach(module)` runs after the library's module."""
+ENV_JOB = "HPC_RL_ADAPTED_JOB"
+"""Variable with the job whose program has an adapter."""
+_SLURM_JOB = "SLURM_JOB_ID"
+
+
+def job_variables(environ: Mapping[str, str]) -> dict[str, str]:
+    """Return what `install` compares with the job of a process."""
+    return {ENV_JOB: environ.get(_SLURM_JOB, "")}
 
 
 class _HookedLoader(Loader):
@@ -47,30 +56,42 @@ class _HookedLoader(Loader):
 
     def exec_module(self, module: ModuleType) -> None:
         self._loader.exec_module(module)
-        import_module(self._hook).attach(module)
+        try:
+            import_module(self._hook).attach(module)
+        except (AttributeError, ImportError, TypeError) as error:  # another version
+            print(
+                f"hpc-rl: the adapter does not fit {module.__name__} ({error}): the program saves at its own times",
+                file=sys.stderr,
+            )
 
     def __getattr__(self, name: str) -> object:
         return getattr(self._loader, name)
 
 
 class HookFinder(MetaPathFinder):
-    """Finds the modules of HOOKS, each once, by the other finders."""
+    """Finds the modules of HOOKS by the other finders."""
 
     def __init__(self, hooks: Mapping[str, str]) -> None:
-        self._left = dict(hooks)
+        self._hooks = hooks
+        self._looks_for: set[str] = set()
 
     def find_spec(
         self, name: str, _path: Sequence[str] | None = None, _target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        if (hook := self._left.pop(name, None)) is None:
+        if name not in self._hooks or name in self._looks_for or name in sys.modules:
             return None
-        spec = find_spec(name)
+        self._looks_for.add(name)
+        try:
+            spec = find_spec(name)
+        finally:
+            self._looks_for.remove(name)
         if spec is not None and spec.loader is not None:
-            spec.loader = _HookedLoader(spec.loader, hook)
+            spec.loader = _HookedLoader(spec.loader, self._hooks[name])
         return spec
 
 
 def install() -> None:
-    """Install the hooks in this process."""
-    if not any(isinstance(finder, HookFinder) for finder in sys.meta_path):
+    """Install the hooks in this process, unless it belongs to another job that the program has submitted."""
+    is_own_job = os.environ.get(ENV_JOB, "") == os.environ.get(_SLURM_JOB, "")
+    if is_own_job and not any(isinstance(finder, HookFinder) for finder in sys.meta_path):
         sys.meta_path.insert(0, HookFinder(HOOKS))

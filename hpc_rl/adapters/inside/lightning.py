@@ -88,7 +88,7 @@ class LightningAdapter:
             self.training.log(renamed(self._of(self._trained), trainer.optimizers))
         if not is_due:
             return
-        if is_near and not self._was_postponed:
+        if is_near and not self._was_postponed and self.training.has_time(tests=True):
             self._was_postponed, self.training.is_stopping = True, False
             return
         trainer.save_checkpoint(run_of_process().path / "lightning" / self.part / f"step-{step}.ckpt")

@@ -9,9 +9,10 @@ from types import ModuleType
 from typing import Any
 
 from hpc_rl.adapters.inside.agreement import RankGroup
-from hpc_rl.adapters.inside.asked import is_asked
+from hpc_rl.adapters.inside.asked import SaveOnce
 
 _METHOD = "save_logs_and_checkpoints"
+_once = SaveOnce()
 _ranks: list[RankGroup] = []
 """Of this process, once it has saved or not saved for the first time."""
 
@@ -28,7 +29,7 @@ def _saving(original: Callable[..., Any]) -> Callable[..., Any]:
     def save_logs_and_checkpoints(self: Any, *arguments: Any, **named: Any) -> Any:
         if not _ranks:
             _ranks.append(RankGroup())
-        if not _ranks[0].of_main(is_asked()):
+        if not _ranks[0].of_main(_once.is_due() if _ranks[0].is_main else None):
             return original(self, *arguments, **named)
         own = named.get("args", arguments[0] if arguments and hasattr(arguments[0], "__dict__") else None)
         options = own if own is not None else self.args

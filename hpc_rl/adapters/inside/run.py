@@ -62,6 +62,10 @@ class AdaptedRun:
         is_due = self._stopping.due(step_s * (until if until == boundary else 1) + testing_s)
         return is_due and not (until < boundary and self._stopping.has_time(step_s * until + testing_s))
 
+    def has_time(self, tests: bool) -> bool:
+        """Return whether one more step, with an evaluation if it `tests`, can be made before the walltime ends."""
+        return self._stopping.has_time(self._stopping.rest_s() + (self._stopping.testing_s if tests else 0.0))
+
     def note_saved(self, checkpoint: Checkpoint, seconds: float) -> None:
         """Record a checkpoint that is complete, and for how long training waited for it."""
         record_saved(self._run, checkpoint)

@@ -5,8 +5,10 @@ from __future__ import annotations
 from functools import wraps
 from typing import Any
 
-from hpc_rl.adapters.inside.asked import is_asked
+from hpc_rl.adapters.inside.asked import SaveOnce, is_asked
 from hpc_rl.adapters.step_line import step_line
+
+_once = SaveOnce()
 
 
 def attach(module: Any) -> None:
@@ -30,7 +32,7 @@ def _add(trainer: Any, callback: type) -> None:
 
 
 def _on_step_end(_callback: Any, _trainer: Any, _step: Any, control: Any) -> None:
-    control.should_save = control.should_save or is_asked()
+    control.should_save = control.should_save or _once.is_due()
 
 
 def _on_save(_callback: Any, trainer: Any, step: Any, _control: Any) -> None:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import wraps
 from importlib.metadata import version
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -32,8 +33,10 @@ METRICS: Mapping[str, str] = {
 _TOKENS = "num_tokens"
 """TRL's count of the tokens of all steps."""
 _NOT_OURS = ("total_flos", "train_runtime")
-EVENTS = (*("on_step_begin", "on_substep_end", "on_prediction_step", "on_step_end", "on_log", "on_save"),)
+EVENTS = ("on_step_begin", "on_substep_end", "on_prediction_step", "on_step_end", "on_log", "on_save")
 """Of a TrainerCallback; TrainerAdapter has a method for each."""
+_trains = count()
+"""Number the trainings of this process, which may share a folder: their order is the same in each attempt."""
 _own: dict[int, TrainerAdapter] = {}
 """Identity of Trainer's arguments, which every event brings -> the adapter of its training."""
 
@@ -64,7 +67,7 @@ class TrainerAdapter:
     def __init__(self, trainer: Any) -> None:
         self._trainer = trainer
         self._args = trainer.args
-        self._training = Training()
+        self._training = Training(f"train-{next(_trains)}")
         self._boundary = _cycle(trainer)
         self.seconds: dict[str, float] = {}
         """Of the latest phases, by name."""

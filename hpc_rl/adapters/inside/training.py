@@ -61,6 +61,10 @@ class Training:
         self.is_stopping = self.ranks.of_main(is_due)
         return self.is_stopping
 
+    def has_time(self, tests: bool) -> bool:
+        """Return whether one more step can be made, the same on all ranks."""
+        return bool(self.ranks.of_main(self._run.has_time(tests) if self._run else None))
+
     def log(self, metrics: Mapping[str, float]) -> None:
         """Write measurements of the current step."""
         if self._run:

@@ -10,10 +10,11 @@ from functools import wraps
 from importlib import import_module
 from typing import Any
 
-from hpc_rl.adapters.inside.asked import is_asked
+from hpc_rl.adapters.inside.asked import SaveOnce, is_asked
 from hpc_rl.adapters.verl import ENV_CALLBACK
 
 LOOK_S = 1.0
+_once = SaveOnce()
 
 
 class StopCallback:
@@ -52,6 +53,6 @@ def attach(module: Any) -> None:
 def _or_asked(original: Callable[..., bool]) -> Callable[..., bool]:
     @wraps(original)
     def should_save(*arguments: Any, **named: Any) -> bool:
-        return is_asked() or original(*arguments, **named)
+        return _once.is_due() or original(*arguments, **named)
 
     return should_save

@@ -54,7 +54,7 @@ def adopt(script: str, name: str) -> Adoption:
         raise UserError(
             f"{name} was rendered by hpc-rl: submit it with hpc-rl submit KIND --script {name}, or sbatch {name}"
         )
-    script = MARK.sub("", script)
+    script = re.sub("[\ue000\ue001]", "", script)  # the characters of MARK
     job = adopt_options(list(sbatch_options(script)))
     scope = Scope(job.variables())
     if job.folder == "." and not re.search(r"(?m)^\s*cd\s", script):

@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 import pytest
 
 from hpc_rl.adapters.inside import nemo_rl, openrlhf, skyrl, verl_ppo
+from hpc_rl.adapters.inside.asked import SaveOnce
 from hpc_rl.adapters.verl import ENV_CALLBACK
 
 
@@ -63,7 +64,10 @@ def test_verl_v0_asks_for_its_time_and_for_the_stop_file(stop: Path) -> None:
 
 @pytest.mark.parametrize("is_dotted", [True, False])
 @pytest.mark.parametrize("is_argument", [True, False])
-def test_openrlhf_saves_this_step(stop: Path, is_dotted: bool, is_argument: bool) -> None:
+def test_openrlhf_saves_this_step_and_no_later_one(
+    stop: Path, is_dotted: bool, is_argument: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(openrlhf, "_once", SaveOnce())
     options = SimpleNamespace(save_steps=7)
     args = SimpleNamespace(ckpt=options) if is_dotted else options
 
@@ -79,6 +83,7 @@ def test_openrlhf_saves_this_step(stop: Path, is_dotted: bool, is_argument: bool
     assert not Trainer().save_logs_and_checkpoints(*call)
     stop.touch()
     assert Trainer().save_logs_and_checkpoints(*call) and options.save_steps == 7
+    assert not Trainer().save_logs_and_checkpoints(*call)
 
 
 def test_nemo_rl_counts_from_its_start_and_looks_at_the_stop_file(

@@ -97,7 +97,7 @@ def test_it_saves_ends_and_resumes_to_the_same_losses(tmp_path: Path, settings: 
     assert "finished" not in said
     saved = json.loads((parts / "run/saved.jsonl").read_text().splitlines()[-1])
     path = str(parts / f"out/checkpoint-{stop_at + 1}")
-    assert saved == {"step": stop_at + 1, "path": path, "processes": 1, "part": ""}
+    assert saved == {"step": stop_at + 1, "path": path, "processes": 1, "part": "train-0"}
     code, said = train(parts, settings, 2)
     assert code == 0 and f"resuming from {saved['path']}" in said, said
     assert losses(parts) == losses(whole)

@@ -80,7 +80,10 @@ def test_the_lines_go_to_a_file_and_a_count_to_the_terminal(tmp_path: Path) -> N
             b"#!/bin/bash\nexport HPC_RL_RUN_DIR=/x\n",
             "was rendered by hpc-rl: submit it with hpc-rl submit KIND --script",
         ),
-        (b"#!/bin/bash\necho hi\nsrun ./a.out\n", "starts a program in Python .*; line 3, `srun ./a.out` starts another"),
+        (
+            b"#!/bin/bash\necho hi\nsrun ./a.out\n",
+            "a program in Python .*; line 3, `srun ./a.out` starts another",
+        ),
     ],
 )
 def test_other_files_are_refused_in_one_line(content: bytes | None, message: str, tmp_path: Path) -> None:

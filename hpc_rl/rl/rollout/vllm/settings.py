@@ -56,7 +56,7 @@ def engine_settings(
         "language_model_only": True,
     }
     text = config.get_text_config()
-    if text.model_type in _LONGER_WINDOWS:
+    if text.model_type in _LONGER_WINDOWS and text.sliding_window:
         settings["hf_overrides"] = {"sliding_window": text.sliding_window - 1}
     if placement.device == "cpu":
         settings |= {
