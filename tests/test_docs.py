@@ -146,6 +146,9 @@ def workshop(tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch) -> It
     (tmp_path / "my" / "rewards.py").write_text("def score(response, answer):\n    return 1.0\n")
     for program in ("train.py", "my_driver.py"):
         (tmp_path / program).write_text("")
+    if importlib.util.find_spec("vllm") is None:  # jobs with GPUs need it
+        (tmp_path / "packages" / "vllm").mkdir(parents=True)
+        monkeypatch.syspath_prepend(tmp_path / "packages")
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)  # a reader's jobs find the models of the hub
     with serving(_Hub) as address:
