@@ -21,7 +21,7 @@ from hpc_rl.submission.preflight import checks, folders, hub_names, model_rules,
 from hpc_rl.submission.preflight.program import transformers_version
 from hpc_rl.system.disk import Space
 from tests.fake_slurm import fake_slurm
-from tests.helpers import make_tiny_model
+from tests.helpers import make_tiny_model, pretend_vllm
 from tests.marks import since_5
 from tests.small_disk import needs_root, small_disk
 
@@ -168,7 +168,10 @@ def test_a_model_that_the_transformers_of_the_job_reads_wrongly_is_refused(
 
 
 @since_5
-def test_families_that_the_engine_cannot_compute_are_refused(folder: Path, model: Path) -> None:
+def test_families_that_the_engine_cannot_compute_are_refused(
+    folder: Path, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pretend_vllm(folder, monkeypatch)
     settings = json.loads((model / "config.json").read_text())
     own = {"bamba": {}, "mamba": {}, "falcon_h1": {"mamba_rms_norm": True}}
     for kind, more in {**own, "gated": {**own["falcon_h1"], "mamba_norm_before_gate": False}}.items():
