@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import shlex
 import subprocess
@@ -9,6 +10,8 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+
+import pytest
 
 from hpc_rl.probes import tiny_model
 from hpc_rl.probes.tiny_model import CHAT_TEMPLATE, chats, make_tokenizer, write_chats
@@ -19,6 +22,7 @@ __all__ = [
     "hpc_rl",
     "make_tiny_model",
     "make_tokenizer",
+    "pretend_vllm",
     "recorded",
     "write_chats",
     "write_python_program",
@@ -58,6 +62,13 @@ def hpc_rl(
     command = [sys.executable, "-m", "hpc_rl.cli", *words]
     environ = os.environ if environ is None else environ
     return subprocess.run(command, cwd=folder, env=environ, capture_output=True, text=True, timeout=600, check=check)
+
+
+def pretend_vllm(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let a submission find vLLM where it is not installed."""
+    if importlib.util.find_spec("vllm") is None:
+        (folder / "packages" / "vllm").mkdir(parents=True)
+        monkeypatch.syspath_prepend(folder / "packages")
 
 
 def recorded(cluster: str, command: str) -> str:

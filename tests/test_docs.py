@@ -46,7 +46,7 @@ from hpc_rl.run_dir import RunDir
 from hpc_rl.submission.job import Job
 from hpc_rl.submission.script.render import _values
 from tests.commands import understand
-from tests.helpers import chats, make_tiny_model
+from tests.helpers import chats, make_tiny_model, pretend_vllm
 from tests.http_server import serving
 from tests.marks import long
 
@@ -146,6 +146,7 @@ def workshop(tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch) -> It
     (tmp_path / "my" / "rewards.py").write_text("def score(response, answer):\n    return 1.0\n")
     for program in ("train.py", "my_driver.py"):
         (tmp_path / program).write_text("")
+    pretend_vllm(tmp_path, monkeypatch)
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)  # a reader's jobs find the models of the hub
     with serving(_Hub) as address:

@@ -105,14 +105,16 @@ REFUSALS = {
         "have no sequence classifier in transformers, which critics and reward models need",
         "use a model of another family, such as qwen3, llama or gemma3; GRPO needs no critic",
         _types(
-            "afmoe apertus aria_text bamba bitnet blt codegen cohere cohere2 cohere2_moe cwm dbrx deepseek_v32 "
-            "deepseek_v4 dots1 ernie4_5 ernie4_5_moe exaone_moe falcon_h1 falcon_mamba flex_olmo gemma3n_text "
-            "gemma4_text gemma4_unified_text git glm4_moe glm4_moe_lite glm4v_moe_text glm4v_text glm_moe_dsa "
-            "gpt_neox_japanese granite granite_swa granitemoe granitemoe_swa granitemoehybrid granitemoeshared "
-            "hrm_text hy_v3 hy_v4 hyperclovax inkling_text jais2 kimi_linear laguna lfm2 lfm2_moe llama4_text "
-            "longcat_flash mamba mamba2 mellum mimo_v2_flash minimax_m2 minimax_m3_vl_text moshi nanochat nemotron_h "
-            "olmo_hybrid olmoe qwen2_5_vl_text qwen2_vl_text qwen3_5_moe_text qwen3_vl_moe_text qwen3_vl_text "
-            "qwen4_exp_text recurrent_gemma rwkv solar_open vaultgemma xglm xlstm youtu zaya"
+            "afmoe apertus apertus1p5_text aria_text bailing_hybrid bamba beam bitnet blt codegen cohere cohere2 "
+            "cohere2_moe cwm dbrx deepseek_v32 deepseek_v4 dory dots1 dots3_note_text ernie4_5 ernie4_5_moe exaone "
+            "exaone_moe falcon_h1 falcon_mamba flex_olmo flint gemma3n_text gemma4_text gemma4_unified_text git "
+            "glm4_moe glm4_moe_lite glm4v_moe_text glm4v_text glm_moe_dsa gpt_neox_japanese granite granite_swa "
+            "granitemoe granitemoe_swa granitemoehybrid granitemoeshared hrm_text hy_v3 hy_v4 hyperclovax "
+            "inkling2_loop_text inkling2_text inkling_text internlm3 iquestcoder jais2 kimi_linear kolibri1 laguna "
+            "lara_mini lfm2 lfm2_moe lfm3 llama4_text longcat_flash mamba mamba2 mellum mimo_v2_flash minimax_m2 "
+            "minimax_m3_vl_text moshi nanochat nemotron_h olmo_hybrid olmoe qwen2_5_vl_text qwen2_vl_text "
+            "qwen3_5_moe_text qwen3_vl_moe_text qwen3_vl_text qwen4_exp_text recurrent_gemma rwkv sarvam_mla "
+            "sarvam_moe solar_open vaultgemma xglm xlstm youtu zaya"
         ),
         of_scores=True,
     ),

@@ -21,7 +21,8 @@ from hpc_rl.submission.preflight import checks, folders, hub_names, model_rules,
 from hpc_rl.submission.preflight.program import transformers_version
 from hpc_rl.system.disk import Space
 from tests.fake_slurm import fake_slurm
-from tests.helpers import make_tiny_model
+from tests.helpers import make_tiny_model, pretend_vllm
+from tests.marks import since_5
 from tests.small_disk import needs_root, small_disk
 
 ENDPOINT = {"agent__endpoint": "loopback"}
@@ -122,7 +123,7 @@ def test_what_a_ppo_job_lacks_is_told(changes: dict[str, Any], said: str) -> Non
 
 @pytest.mark.usefixtures("folder")
 def test_liger_needs_its_package_and_a_model_that_it_supports(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked = {"trainer__device": "cuda", "trainer__n_gpus_per_node": 1, "model__use_liger": True}
+    asked = {"trainer__device": "cuda", "trainer__n_gpus_per_node": 1, "model__use_liger": True, "rollout__name": "hf"}
     monkeypatch.setattr(sys, "path", [str(tmp_path / "packages"), *sys.path])
     if importlib.util.find_spec("liger_kernel") is None:
         with pytest.raises(UserError, match=r"model\.use_liger needs liger_kernel, .*\[liger\]"):
@@ -166,7 +167,11 @@ def test_a_model_that_the_transformers_of_the_job_reads_wrongly_is_refused(
     check_ppo(model__path="olmoe", trainer__packing=False)
 
 
-def test_families_that_the_engine_cannot_compute_are_refused(folder: Path, model: Path) -> None:
+@since_5
+def test_families_that_the_engine_cannot_compute_are_refused(
+    folder: Path, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pretend_vllm(folder, monkeypatch)
     settings = json.loads((model / "config.json").read_text())
     own = {"bamba": {}, "mamba": {}, "falcon_h1": {"mamba_rms_norm": True}}
     for kind, more in {**own, "gated": {**own["falcon_h1"], "mamba_norm_before_gate": False}}.items():

@@ -174,7 +174,7 @@ def test_a_full_disk_ends_wandb_and_not_the_run(
         run.finish(0)
     run._run.finish()
     errors = capsys.readouterr().err
-    assert errors.count("No space left on device") == 1 and errors.startswith("warning: wandb ")
+    assert errors.count("No space left on device") == errors.count("warning: wandb ") == 1
 
 
 def test_the_timeline_is_that_of_the_latest_step(tmp_path: Path) -> None:

@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from hpc_rl.errors import UserError
+
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
@@ -73,12 +75,20 @@ class StoredForm:
 
     Args:
         hf: a module of transformers; its weights are not read.
+
+    Raises:
+        UserError: some tensors of the files are in several weights of the module.
     """
 
     def __init__(self, hf: PreTrainedModel) -> None:
         self._hf = hf if changes_weights(hf) else None
         if self._hf is not None:
             _find_conversions_once(hf)
+            if any(len(getattr(one, "target_patterns", ())) > 1 for one in hf._weight_conversions):
+                raise UserError(
+                    f"{hf.config._name_or_path}: models of type {hf.config.model_type} cannot be written weight by "
+                    "weight, because transformers divides tensors of their files: set rollout.name=hf"
+                )
 
     @property
     def differs(self) -> bool:

@@ -59,6 +59,7 @@ def attend(
 OFTEN = {"deepseek_v3", "falcon_h1", "nemotron_h", "qwen3_5_text"}
 
 
+@since_5
 @pytest.mark.parametrize(
     "kind",
     [

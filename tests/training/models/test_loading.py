@@ -98,13 +98,11 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return make_models(tmp_path_factory.mktemp("models"))
 
 
-DIRECT = [("policy", name) for name in ("qwen", "tied", "scaled rotary", "buffers", "parts")]
+DIRECT = [("policy", name) for name in ("qwen", "tied", "scaled rotary", "buffers", "parts", "no prefix")]
 DIRECT += [("reference", "qwen"), ("critic", "qwen"), ("critic", "tied"), ("critic", "classifier")]
 DIRECT += [("reward", "classifier")]
-DIRECT += [("policy", "no prefix")] if not IS_TRANSFORMERS_4 else []
-THROUGH_RANK_0 = [("policy", name) for name in ("pickled", "no prefix", "two names")]
+THROUGH_RANK_0 = [("policy", name) for name in ("pickled", "two names")]
 THROUGH_RANK_0 += [] if IS_TRANSFORMERS_4 else [("policy", "experts")]
-THROUGH_RANK_0 = [case for case in THROUGH_RANK_0 if case not in DIRECT]
 
 
 @pytest.mark.parametrize("role, name", DIRECT)

@@ -130,6 +130,10 @@ def test_bfloat16_adapters_and_names_of_weights(tmp_path: Path, kind: str) -> No
     assert {name for name in gradients if is_adapter(name)} == {
         f"{name}.lora_{part}.weight" for name in model.adapters.layers for part in "AB"
     }
+    if kind == "lara_mini":
+        with pytest.raises(UserError, match="cannot be written weight by weight"):
+            StoredForm(model.hf)
+        return
     expected = load_file(Path(path, "model.safetensors"))
     found = dict(WeightSource(model.hf, torch.float32, stored=StoredForm(model.hf)))
     assert {name: weight.shape for name, weight in found.items()} == {
@@ -197,6 +201,7 @@ def kernel(own: Callable[..., Any], name: str, calls: list[str], shift: int) -> 
     return computed
 
 
+@since_5
 @pytest.mark.parametrize("shift", [0, 1])
 @pytest.mark.parametrize("kind", ["bamba", "lfm2", "olmo_hybrid", "qwen3_next"])
 def test_kernels_that_keep_samples_apart_compute_whole_rows(
@@ -209,6 +214,8 @@ def test_kernels_that_keep_samples_apart_compute_whole_rows(
     names = [name for name in TAKE_BOUNDARIES if hasattr(source, name)]
     for name in names:
         monkeypatch.setattr(source, name, kernel(getattr(source, name), name, calls, shift))
+    # One kernel for all of a mixer; without it, transformers calls the others.
+    monkeypatch.setattr(source, "mamba2_split_conv1d_scan_combined", lambda *_, **_named: None, raising=False)
     model = load(path, enable_gradient_checkpointing=True)
     mixers = [part for part in model.hf.modules() if isinstance(part, PerSample)]
     assert {mixer.whole_rows for mixer in mixers} == {not shift}
