@@ -5,7 +5,7 @@ import os, time
 from pathlib import Path
 
 def hold(step):
-    "Wait after a step of HOLD_AT_STEP until the run is asked to save. Each of them holds one attempt."
+    "Wait after a step of HOLD_AT_STEP until the run is asked to save, which it does after the next one."
     run, steps = Path(os.environ["HPC_RL_RUN_DIR"]), os.environ.get("HOLD_AT_STEP", "").split(",")
     while str(step) in steps and int(os.environ.get("RANK", 0)) == 0 and not (run / "stop").exists():
         time.sleep(0.1)
@@ -17,7 +17,7 @@ from holding import hold
 from transformers import AutoModelForCausalLM, AutoTokenizer, Trainer, TrainerCallback, TrainingArguments
 
 class Holds(TrainerCallback):
-    def on_log(self, args, state, control, **_):
+    def on_step_begin(self, args, state, control, **_):
         hold(state.global_step)
 
 parser = argparse.ArgumentParser()

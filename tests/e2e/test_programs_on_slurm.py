@@ -46,7 +46,7 @@ def test_the_walltime_and_a_stop_lose_nothing(workspace: Workspace, slurm_cluste
     workspace.ok("stop", run)
     assert workspace.hpc_rl("logs", "-f", run).returncode == 75
     status = workspace.status(run)
-    assert (status["state"], status["exit_code"], status["step"]) == ("STOPPED", 75, 5)
+    assert (status["state"], status["exit_code"], status["step"]) == ("STOPPED", 75, 6)
     submit(workspace, program, run, "--wait")
     workspace.ok("logs", "-f", whole)
     assert workspace.losses(run) == workspace.losses(whole)

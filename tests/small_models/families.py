@@ -31,13 +31,15 @@ SMALL = {
 }
 """Sizes, of which a family receives those that its configuration has."""
 TWO_WINDOWS = {"layer_types": ["sliding_attention", "sliding_attention", "full_attention"], "sliding_window": 6}
-LATENT = {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_nope_head_dim": 32, "v_head_dim": 32}
+LATENT = {"kv_lora_rank": 32, "qk_rope_head_dim": 32, "qk_nope_head_dim": 32, "v_head_dim": 32}
 LATENT |= {"num_key_value_heads": 4}
 YARN = {
     **{"rope_type": "yarn", "rope_theta": 10000.0, "factor": 8.0, "original_max_position_embeddings": 64},
     **{"beta_fast": 32, "beta_slow": 1, "mscale": 0.707, "mscale_all_dim": 0.707},
 }
-DEEPSEEK = {**LATENT, "rope_parameters": YARN, "n_shared_experts": 1, "head_dim": 64}
+OF_VLLM = {"kv_lora_rank": 512, "qk_rope_head_dim": 64}
+"""For which vLLM has kernels."""
+DEEPSEEK = {**LATENT, **OF_VLLM, "rope_parameters": YARN, "n_shared_experts": 1, "head_dim": 64}
 LONGROPE = {
     "rope_type": "longrope",
     "rope_theta": 10000.0,
@@ -154,7 +156,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
         **{"mamba_d_state": 8, "use_mamba_kernels": False},
     },
     "kimi_linear": {
-        **{**LATENT, "linear_head_dim": 32, "linear_num_heads": 4, "layer_types": DELTA["layer_types"]},
+        **{**LATENT, **OF_VLLM, "linear_head_dim": 32, "linear_num_heads": 4, "layer_types": DELTA["layer_types"]},
         "n_shared_experts": 1,
     },
     "mistral3": {"text_config": {"sliding_window": None}},
