@@ -71,7 +71,7 @@ def test_the_walltime_and_a_stop_lose_nothing(workspace: Workspace, slurm_cluste
 def test_a_loop_with_accelerate_ends_after_its_next_checkpoint(workspace: Workspace, slurm_cluster: Cluster) -> None:
     submit(workspace, "accelerate_loop", "loop-whole")
     said = submit(workspace, "accelerate_loop", "loop", "slurm.env.HOLD_AT_STEP=3,7")
-    assert "ends after the first one since it was asked" in said
+    assert "ends after the next call when it is asked to stop" in said
     workspace.wait_for_step("loop", 3)
     workspace.ok("stop", "loop")
     assert workspace.hpc_rl("logs", "-f", "loop").returncode == 75

@@ -11,10 +11,9 @@ from functools import wraps
 from pathlib import Path
 from typing import Any
 
-from hpc_rl.adapters.inside.run import run_of_process
+from hpc_rl.adapters.inside.run import metrics_of, run_of_process
 from hpc_rl.adapters.saved import Checkpoint, record_saved
 from hpc_rl.liveness.heartbeat import heart
-from hpc_rl.tracking.metrics import MetricsFile
 
 LATER = 3
 """Passes after which other ranks have written their part of a checkpoint, if they write one."""
@@ -86,7 +85,7 @@ def _logged(original: Callable[..., Any]) -> Callable[..., Any]:
         if self.is_main_process and step:
             _waiting.step = step
             found = {name: float(value) for name, value in values.items() if isinstance(value, int | float)}
-            MetricsFile(run_of_process().metrics).write(step, step, {_grouped(name): x for name, x in found.items()})
+            metrics_of(run_of_process()).write(step, step, {_grouped(name): x for name, x in found.items()})
         return original(self, values, step, *arguments, **named)
 
     return log

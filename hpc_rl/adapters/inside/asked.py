@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import os
-from pathlib import Path
-
-from hpc_rl.run_dir import ENV_RUN_DIR, RunDir
+from hpc_rl.adapters.inside.run import run_of_process
 
 
 class SaveOnce:
@@ -23,4 +20,4 @@ class SaveOnce:
 
 def is_asked() -> bool:
     """Return whether the stop file is there."""
-    return RunDir(Path(os.environ[ENV_RUN_DIR])).stop.exists()
+    return run_of_process().stop.exists()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Mapping
+from functools import cache
 from pathlib import Path
 
 from hpc_rl.adapters.saved import Checkpoint, newest_saved, record_saved
@@ -20,13 +21,19 @@ def run_of_process() -> RunDir:
     return RunDir(Path(os.environ[ENV_RUN_DIR]))
 
 
+@cache
+def metrics_of(run: RunDir) -> MetricsFile:
+    """Return this process's only writer of the run's measurements: a second one would remove those of the first."""
+    return MetricsFile(run.metrics)
+
+
 class AdaptedRun:
     """Records the steps of a program, and decides when it saves and ends."""
 
     def __init__(self) -> None:
         self._run = run_of_process()
         self._stopping = open_stopping(self._run, 0, ())  # the job script writes the stop file slurm.warning_s before
-        self._metrics = MetricsFile(self._run.metrics)
+        self._metrics = metrics_of(self._run)
         self._step = (0, 0)
         self._began = time.monotonic()
 
