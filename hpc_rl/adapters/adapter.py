@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
 
@@ -26,6 +27,18 @@ class ProgramPlace:
     """Whether an earlier attempt of the run may have saved."""
     began: float = 0.0
     """Unix time of the run's first attempt: what was written before it belongs to another run."""
+
+    def after_attempts(self, before: str | None = None) -> ProgramPlace:
+        """Return the place with what is known of the run's attempts so far.
+
+        Args:
+            before: name of the folder of the present attempt; None if it has not begun.
+        """
+        first = self.run.path / "attempt-1"
+        if before == first.name or not first.is_dir():
+            return replace(self, began=time.time())
+        times = [path.stat().st_mtime for path in first.iterdir()]
+        return replace(self, is_later=True, began=min(times, default=0.0))
 
 
 @dataclass(frozen=True)

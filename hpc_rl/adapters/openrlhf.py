@@ -111,7 +111,7 @@ def _sizes(program: Program, place: ProgramPlace) -> list[str]:
     wanted |= {f"{group}.num_gpus_per_node": place.processes for group in ("actor", "ref", "critic", "reward")}
     if options.get("train.colocate_all") is None:
         return []
-    engines = place.nodes * place.processes // options.count("vllm.tensor_parallel_size", 1)
+    engines = place.nodes * place.processes // max(1, options.count("vllm.tensor_parallel_size", 1))
     wanted["vllm.num_engines"] = max(1, engines)
     return [word for name, value in wanted.items() if options.get(name) is None
             for word in (options.name(name), str(value))]  # fmt: skip

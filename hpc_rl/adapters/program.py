@@ -21,7 +21,7 @@ LAUNCHED = "hpc_rl.adapters.inside.launched"
 _PYTHON = re.compile(r"(.*/)?python[\d.]*")
 _FLAG = re.compile(r"--?([A-Za-z][\w.-]*)(?:=(.*))?", re.DOTALL)
 _HYDRA = re.compile(r"\+{0,2}([A-Za-z_][\w./@-]*)=(.*)", re.DOTALL)
-_YAML_LINE = re.compile(r"( *)([A-Za-z_][\w.-]*):(?:\s+(.*?))?\s*(?:\s#.*)?$")
+_YAML_LINE = re.compile(r"( *)([A-Za-z_][\w.-]*):(?:\s(.*))?")
 
 
 @dataclass(frozen=True)
@@ -138,12 +138,12 @@ def read_settings(file: Path) -> Mapping[str, str]:
         return {}
     found, above = {}, list[tuple[int, str]]()
     for line in text.splitlines():
-        if (match := _YAML_LINE.fullmatch(line.rstrip())) is None:
+        if (match := _YAML_LINE.fullmatch(line)) is None:
             continue
-        indent, key, value = len(match[1]), match[2], match[3]
+        indent, key, value = len(match[1]), match[2], f" {match[3] or ''}".partition(" #")[0].strip()
         while above and above[-1][0] >= indent:
             above.pop()
-        if value is None:
+        if not value:
             above.append((indent, key))
         else:
             found[".".join([*(name for _, name in above), key])] = value.strip("'\"")

@@ -7,7 +7,6 @@ import contextlib
 import os
 import time
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
 
 from hpc_rl.adapters.adapter import Adapter, ProgramPlace, ReportedStep
@@ -20,7 +19,7 @@ from hpc_rl.errors import EXIT_STOPPED
 from hpc_rl.liveness.walltime import RESERVE_S, WalltimeEnd, job_end
 from hpc_rl.node.rendezvous import Rendezvous
 from hpc_rl.run_dir import WALLTIME, RunDir, moved_end_file
-from hpc_rl.system.files import ATTEMPT, Follower
+from hpc_rl.system.files import Follower
 from hpc_rl.tracking.metrics import MetricsFile, read_metrics
 from hpc_rl.training.stopping import Stopping
 
@@ -99,10 +98,8 @@ class AdaptedProgram:
         for line in self._log.new_lines():
             self._read(line)
         newest = self._adapter.newest(self._program, self._place)
-        before = {
-            0: self._first,
-            1: self._at_stop,
-        }  # a program that fails has to have saved since the request
+        # A program that fails has to have saved since the request.
+        before = {0: self._first, 1: self._at_stop}
         has_saved = code in before and self._place.run.stop.exists() and newest not in (None, before[code])
         return EXIT_STOPPED if has_saved and not self._is_complete() else code
 
@@ -173,18 +170,7 @@ def adapted(options: argparse.Namespace, rendezvous: Rendezvous, log: Path) -> A
     attempt_dir = rendezvous.attempt_dir
     end = job_end(os.environ, moved_end_file(attempt_dir))
     seconds = None if (at := end()) is None else max(0.0, at - time.time() - options.warning)
-    place = _place(
-        attempt_dir, ProgramPlace(RunDir(attempt_dir.parent), len(rendezvous.nodes), options.processes, seconds)
-    )
+    run, nodes = RunDir(attempt_dir.parent), len(rendezvous.nodes)
+    place = ProgramPlace(run, nodes, options.processes, seconds).after_attempts(before=attempt_dir.name)
     program = Program(tuple(options.program))
     return AdaptedProgram(ADAPTERS[options.adapter], program, place, end, log, int(options.warning))
-
-
-def _place(attempt_dir: Path, place: ProgramPlace) -> ProgramPlace:
-    """Return the place with what is known about earlier attempts."""
-    number = ATTEMPT.fullmatch(attempt_dir.name)
-    if number is None or int(number[1]) == 1:
-        return replace(place, began=time.time())
-    first = attempt_dir.with_name("attempt-1")
-    times = [path.stat().st_mtime for path in first.iterdir()] if first.is_dir() else []
-    return replace(place, is_later=True, began=min(times, default=0.0))

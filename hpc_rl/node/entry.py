@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
+from hpc_rl.adapters.table import ADAPTERS, GENERIC
 from hpc_rl.errors import EXIT_STOPPED, UserError
 from hpc_rl.node.network import addresses_of, with_usable_interfaces
 from hpc_rl.node.peers import JoinAborted
@@ -117,7 +118,12 @@ def add_common_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--hang-timeout", type=float, default=0, help="seconds that a process may be silent (default: no limit)"
     )
-    parser.add_argument("--adapter", default="generic", help="row of ADAPTERS for the program (default: %(default)s)")
+    parser.add_argument(
+        "--adapter",
+        choices=ADAPTERS,
+        default=GENERIC.name,
+        help="row of ADAPTERS for the program (default: %(default)s)",
+    )
     parser.add_argument("--warning", type=float, default=0, help="seconds before the end of the walltime to save by")
     parser.add_argument("--interface", help="network interface between the nodes (default: from the routing table)")
 

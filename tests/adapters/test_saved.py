@@ -1,5 +1,8 @@
+import os
+import time
 from pathlib import Path
 
+from hpc_rl.adapters.adapter import ProgramPlace
 from hpc_rl.adapters.saved import Checkpoint, newest_saved, record_saved
 from hpc_rl.run_dir import RunDir
 
@@ -28,3 +31,14 @@ def test_a_checkpoint_that_another_training_has_overwritten_is_not_resumed(tmp_p
     record_saved(run, Checkpoint(5, str(path), 1, "train-1"))
     assert newest_saved(run, path.parent, "train-0") is None
     assert (newest_saved(run, path.parent, "train-1") or Checkpoint(0, "")).part == "train-1"
+
+
+def test_what_is_known_of_earlier_attempts(tmp_path: Path) -> None:
+    place, began = ProgramPlace(RunDir(tmp_path)), time.time()
+    assert not place.after_attempts().is_later and place.after_attempts().began >= began
+    (tmp_path / "attempt-1").mkdir()
+    (tmp_path / "attempt-1" / "log").touch()
+    os.utime(tmp_path / "attempt-1" / "log", (1000, 1000))
+    assert not place.after_attempts(before="attempt-1").is_later
+    for later in (place.after_attempts(before="attempt-2"), place.after_attempts()):
+        assert later.is_later and later.began == 1000

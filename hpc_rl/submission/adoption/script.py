@@ -57,7 +57,7 @@ def adopt(script: str, name: str) -> Adoption:
     script = re.sub("[\ue000\ue001]", "", script)  # the characters of MARK
     job = adopt_options(list(sbatch_options(script)))
     scope = Scope(job.variables())
-    if job.folder == "." and not re.search(r"(?m)^\s*cd\s", script):
+    if job.folder == "." and not re.search(r"(?m)^[ \t]*cd\s", script):
         scope.values["SLURM_SUBMIT_DIR"] = "."
     parts = list(read_parts(script, scope))
     if re.match(r"#!.*\s-\w*l", script):
@@ -167,7 +167,7 @@ class _Walk:
             )
         elif part not in self.setup:
             self.setup.append(part)
-            if re.search(r"(^|[;&|\n]|then|do|else)\s*(cd|pushd)\s", part.text):
+            if re.search(r"(^|[;&|\n]|then|do|else)[ \t]*(cd|pushd)\s", part.text):
                 self.job.checks.append(f"{part.place}: the program starts in the folder of the submission all the same")
 
     def _module(self, part: ScriptPart) -> None:
@@ -316,7 +316,7 @@ class _Walk:
                 self.env = {key: value for key, value in self.env.items() if key not in names}
         order = [*self.parts, *self.setup]
         texts = [part.text for part in sorted(kept, key=order.index)]
-        return [text if "<<" in text else re.sub(r"[ \t]+$", "", text.expandtabs(4), flags=re.M) for text in texts]
+        return [text if "<<" in text else _without_spaces_at_ends(text.expandtabs(4)) for text in texts]
 
     def _name_unknown(self, words: Sequence[str]) -> None:
         found: dict[str, list[str]] = {}
@@ -335,3 +335,7 @@ class _Walk:
                 why = f"{{}}: {what}; set it in your shell, or replace it below"
             found.setdefault(why, []).append(name.removesuffix(":-"))
         self.job.checks += [why.replace("{}", ", ".join(names), 1) for why, names in found.items()]
+
+
+def _without_spaces_at_ends(text: str) -> str:
+    return "\n".join(line.rstrip(" ") for line in text.split("\n"))

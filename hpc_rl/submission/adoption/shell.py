@@ -23,7 +23,7 @@ def names(text: str) -> frozenset[str]:
 KEYWORDS = names("if then else elif do while until for case select function { ! [[ [ test time")
 OF_SHELL = ("HOME", "USER", "PWD")
 """Variables that every shell has."""
-MARK = re.compile("\ue000([^\ue001]*)\ue001")
+MARK = re.compile("\ue000([^\ue000\ue001]*)\ue001")
 _PLAIN = re.compile(r"[\w./:@%+=, -]*")
 _MOST_UNREADABLE = 5
 """Commands that bash cannot read. Each takes a reading of the rest of the script; further ones are taken by lines."""
@@ -318,7 +318,7 @@ def _sum(text: str) -> str:
     """Return the value of sums and products of whole numbers; empty for anything else."""
     if not re.fullmatch(r"\s*-?\d+(\s*[-+*]\s*-?\d+)*\s*", text):
         return ""
-    terms = re.findall(r"([-+]?)\s*(-?\d+(?:\s*\*\s*-?\d+)*)", text)
+    terms = re.findall(r"([-+]?)(-?\d+(?:\*-?\d+)*)", "".join(text.split()))
     return str(sum((-1 if sign == "-" else 1) * math.prod(map(int, term.split("*"))) for sign, term in terms))
 
 

@@ -297,7 +297,7 @@ def adapter(job: Job) -> Iterator[Question]:
     """Ask whether the program's own options agree with the job."""
     if job.row.takes_program:
         trainer = job.config.trainer
-        place = ProgramPlace(job.run_dir, trainer.nnodes, trainer.n_gpus_per_node)
+        place = ProgramPlace(job.run_dir, trainer.nnodes, trainer.n_gpus_per_node).after_attempts()
         yield check_conflicts, tuple(job.adapter.conflicts(job.adapted, place))
 
 
