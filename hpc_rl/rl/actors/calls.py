@@ -16,7 +16,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from concurrent.futures import wait as futures_wait
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
@@ -174,8 +173,11 @@ def _results(
 
 
 def _future_result(future: Future[T], name: str, timeout_s: float) -> T:
-    if not futures_wait([future], timeout_s).done:
-        raise RunError(f"no answer within {timeout_s:.0f} s from {name}")
+    # A function that was cancelled before its start counts as unfinished for concurrent.futures.wait, but not here.
+    try:
+        future.exception(timeout_s)
+    except TimeoutError:
+        raise RunError(f"no answer within {timeout_s:.0f} s from {name}") from None
     return future.result()
 
 

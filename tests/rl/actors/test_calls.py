@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from concurrent.futures import Future
+import threading
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 
 import pytest
 
@@ -51,6 +52,19 @@ def test_a_thread_that_does_not_answer_is_named() -> None:
         pending.wait(0)
     future.set_result(4)
     assert pending.wait(0) == 4
+
+
+def test_what_is_cancelled_before_its_start_ends_the_wait() -> None:
+    release = threading.Event()
+    with ThreadPoolExecutor(max_workers=1) as threads:
+        threads.submit(release.wait, 60)
+        pending = Pending.of_future(threads.submit(int), "the reward")
+        threads.shutdown(wait=False, cancel_futures=True)
+        try:
+            with pytest.raises(CancelledError):
+                pending.wait(30)
+        finally:
+            release.set()
 
 
 def test_the_error_of_a_thread_comes_out_as_it_was() -> None:
