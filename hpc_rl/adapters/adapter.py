@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Literal
 
 from hpc_rl.adapters.program import Program
-from hpc_rl.adapters.saved import Checkpoint
+from hpc_rl.adapters.saved import Checkpoint, newest_saved
 from hpc_rl.run_dir import RunDir
 
 
@@ -28,6 +28,12 @@ class ProgramPlace:
     began: float = 0.0
     """Unix time of the run's first attempt: what was written before it belongs to another run."""
 
+    @property
+    def saved_path(self) -> str | None:
+        """The last checkpoint of earlier attempts that a hook in the program has recorded."""
+        found = newest_saved(self.run) if self.is_later else None
+        return found.path if found else None
+
     def after_attempts(self, before: str | None = None) -> ProgramPlace:
         """Return the place with what is known of the run's attempts so far.
 
@@ -35,10 +41,9 @@ class ProgramPlace:
             before: name of the folder of the present attempt; None if it has not begun.
         """
         first = self.run.path / "attempt-1"
-        if before == first.name or not first.is_dir():
-            return replace(self, began=time.time())
-        times = [path.stat().st_mtime for path in first.iterdir()]
-        return replace(self, is_later=True, began=min(times, default=0.0))
+        # By the clock of the file system, which may differ from that of the node.
+        times = [path.stat().st_mtime for path in (first, *first.iterdir())] if first.is_dir() else [time.time()]
+        return replace(self, is_later=first.is_dir() and before != first.name, began=min(times))
 
 
 @dataclass(frozen=True)
@@ -81,16 +86,22 @@ class Adapter:
     """The program in messages."""
     kinds: tuple[Literal["torchrun", "ray"], ...]
     """Kinds of jobs that start it."""
-    package: str | None = None
-    """What the job's Python has to have."""
+    packages: tuple[str, ...] = ()
+    """What the job's Python has to have; of several, those that the program uses."""
     recognises: Callable[[Program], bool] = lambda program: False
     """Returns whether a program is this one."""
     command: Callable[[Program], Sequence[str]] = lambda program: program.words
     """Returns what the ranks or the driver run: without the program's own launcher, if it has one."""
     saves: str = ""
     """How it saves when the run has to stop, for messages: it follows `saves to FOLDER`."""
-    is_hooked: bool = False
-    """Whether an adapter inside the program saves, resumes and measures (hpc_rl/adapters/inside)."""
+    hook: str = ""
+    """Row of HOOKS (hpc_rl/adapters/inside/hooks.py) that changes the program from inside; empty for none."""
+    saves_when_asked: bool = False
+    """Whether it saves at the end of its step when it is asked to stop; otherwise at its own times only."""
+    ends_itself: bool = False
+    """Whether it ends by itself, or may do so, when it has saved because it was asked to."""
+    has_heartbeats: bool = False
+    """Whether its hook records heartbeats, by which hangs are found."""
     output: Callable[[Program], str | None] = _no_output
     """Returns the folder of its checkpoints, as typed."""
     arguments: Callable[[Program, ProgramPlace], Sequence[str]] = _none
@@ -110,3 +121,7 @@ class Adapter:
         """Return the folder of its checkpoints."""
         found = self.output(program)
         return program.folder / found if found else None
+
+    def needs(self, program: Program) -> list[str]:
+        """Return the packages that the job's Python has to have for a program."""
+        return [name for name in self.packages if len(self.packages) == 1 or program.uses(name)]

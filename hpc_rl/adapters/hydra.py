@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from hpc_rl.adapters.adapter import ProgramPlace
-from hpc_rl.adapters.program import Program, read_settings
+from hpc_rl.adapters.program import Program
 from hpc_rl.formats.counted import counted
 
 
@@ -15,7 +15,7 @@ def given(program: Program) -> Mapping[str, str]:
     found = [program.settings("config")]
     if name := options.get("config_name"):
         folder = program.folder / options.get("config_path", "")
-        found.append(read_settings(folder / (name if name.endswith((".yaml", ".yml")) else f"{name}.yaml")))
+        found.append(program.read(folder / (name if name.endswith((".yaml", ".yml")) else f"{name}.yaml")))
     return {key: value for settings in (*found, options) for key, value in settings.items()}
 
 

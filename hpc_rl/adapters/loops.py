@@ -13,9 +13,13 @@ LIGHTNING = Adapter(
     name="lightning",
     title="Lightning's Trainer",
     kinds=("torchrun",),
+    packages=("lightning", "pytorch_lightning"),
     recognises=lambda program: program.uses("lightning", "pytorch_lightning") and not program.uses("lightning.fabric"),
     saves="before the walltime ends or when it is asked, into the run directory, and resumes from its last checkpoint",
-    is_hooked=True,
+    hook="lightning",
+    saves_when_asked=True,
+    ends_itself=True,
+    has_heartbeats=True,
     newest=lambda _, place: newest_saved(place.run),
 )
 _RESUME = "--resume_from_checkpoint"
@@ -24,8 +28,8 @@ _FOLDER = "--checkpoint.folder"
 
 def _accelerate_arguments(program: Program, place: ProgramPlace) -> Sequence[str]:
     """Return the option by which examples of accelerate and diffusers resume, if the script has it."""
-    found = newest_saved(place.run) if place.is_later else None
-    return [_RESUME, found.path] if found is not None and _takes_resume(program) else []
+    path = place.saved_path
+    return [_RESUME, path] if path and _takes_resume(program) else []
 
 
 def _takes_resume(program: Program) -> bool:
@@ -36,17 +40,19 @@ def _takes_resume(program: Program) -> bool:
         return False
 
 
-ACCELERATE = replace(
-    LIGHTNING,
+ACCELERATE = Adapter(
     name="accelerate",
     title="a loop with accelerate",
-    package="accelerate",
+    kinds=("torchrun",),
+    packages=("accelerate",),
+    hook="accelerate",
     recognises=lambda program: program.uses("accelerate.Accelerator", "accelerate.accelerator"),
     saves=(
         "only when the script calls save_state, ends after the next call when it is asked to stop, and resumes only if "
         f"the script has the option {_RESUME}"
     ),
     arguments=_accelerate_arguments,
+    newest=LIGHTNING.newest,
 )
 
 
@@ -67,8 +73,9 @@ def _titan_conflicts(program: Program, _place: ProgramPlace) -> Sequence[str]:
 TORCHTITAN = replace(
     LIGHTNING,
     name="torchtitan",
+    hook="torchtitan",
     title="torchtitan",
-    package="torchtitan",
+    packages=("torchtitan",),
     recognises=lambda program: program.runs("torchtitan"),
     saves="before the walltime ends or when it is asked, and resumes from its last checkpoint",
     arguments=_titan_arguments,

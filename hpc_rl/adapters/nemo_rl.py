@@ -10,12 +10,10 @@ It saves and ends by itself before `checkpointing.checkpoint_must_save_by`. Insi
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
 from pathlib import Path
 
 from hpc_rl.adapters.adapter import Adapter, ProgramPlace
 from hpc_rl.adapters.hydra import appended, size_conflicts
-from hpc_rl.adapters.prefixes import plain, plain_words
 from hpc_rl.adapters.program import Program
 from hpc_rl.adapters.saved import Checkpoint
 from hpc_rl.adapters.step_line import read_step_line
@@ -33,18 +31,12 @@ GROUPS = {"timing/train/": "timing_s/", "validation/": "val/"}
 
 
 def _recognises(program: Program) -> bool:
-    found = plain(program)
-    return _SCRIPT.fullmatch(Path(found.name).name) is not None and found.uses("nemo_rl")
-
-
-def _own(program: Program) -> Mapping[str, str]:
-    """Return the options on the command line. The files have values for all, mostly those of the examples."""
-    return plain(program).options
+    return _SCRIPT.fullmatch(Path(program.name).name) is not None and program.uses("nemo_rl")
 
 
 def _newest(program: Program, place: ProgramPlace) -> Checkpoint | None:
     """Return the highest step_N: it is renamed from tmp_step_N when it is complete."""
-    folder = program.folder / _own(program).get(_FOLDER, str(place.run.checkpoints))
+    folder = program.folder / program.options.get(_FOLDER, str(place.run.checkpoints))
     steps = [int(path.name[5:]) for path in folder.glob("step_*") if path.name[5:].isdecimal()]
     path = folder / f"step_{max(steps, default=0)}"
     try:
@@ -62,23 +54,25 @@ def duration(seconds: float) -> str:
 
 def _arguments(program: Program, place: ProgramPlace) -> list[str]:
     limit = {} if place.seconds is None else {_LIMIT: duration(place.seconds)}
-    # The folder of the files is one that all runs share, and NeMo-RL always resumes from what is there.
+    # The files have values for all options, mostly those of the examples. Their folder is one that all runs share, and
+    # NeMo-RL always resumes from what is there.
     wanted = {_NODES: place.nodes, _GPUS: place.processes, _FOLDER: place.run.checkpoints, **limit}
-    return appended(_own(program), {**wanted, "checkpointing.enabled": "true"})
+    return appended(program.options, {**wanted, "checkpointing.enabled": "true"})
 
 
 NEMO_RL = Adapter(
     name="nemo-rl",
     title="NeMo-RL",
     kinds=("ray",),
-    package="nemo_rl",
+    packages=("nemo_rl",),
     recognises=_recognises,
-    command=plain_words,
     saves="at the end of a step, before the walltime ends or when it is asked, and resumes from its last checkpoint",
-    is_hooked=True,
-    output=lambda program: _own(program).get(_FOLDER),
+    hook="nemo_rl",
+    saves_when_asked=True,
+    ends_itself=True,
+    output=lambda program: program.options.get(_FOLDER),
     arguments=_arguments,
-    conflicts=lambda program, place: size_conflicts(_own(program), place, _NODES, _GPUS),
+    conflicts=lambda program, place: size_conflicts(program.options, place, _NODES, _GPUS),
     newest=_newest,
     progress=lambda line: read_step_line(line, NAMES, GROUPS),
     stops=lambda line: "Timeout has been reached, stopping training early" in line,

@@ -12,10 +12,10 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 from hpc_rl.adapters.adapter import Adapter, ProgramPlace, ReportedStep
-from hpc_rl.adapters.prefixes import plain, plain_words
 from hpc_rl.adapters.program import Program
 from hpc_rl.adapters.saved import Checkpoint
 from hpc_rl.formats.counted import counted
@@ -54,7 +54,7 @@ class Options:
     """Its options in the spelling of the user's version."""
 
     def __init__(self, program: Program) -> None:
-        self._own = plain(program).options
+        self._own = program.options
         self._is_old = not any("." in name for name in self._own)
 
     def name(self, option: str) -> str:
@@ -78,7 +78,7 @@ def _folder(program: Program, place: ProgramPlace) -> Path:
 def _newest(program: Program, place: ProgramPlace) -> Checkpoint | None:
     folder = _folder(program, place)
     critic = folder / "_critic"
-    folder = folder / "_actor" if plain(program).module == _PPO else folder
+    folder = folder / "_actor" if program.module == _PPO else folder
     try:
         latest = folder / "latest"
         if latest.stat().st_mtime < place.began:
@@ -140,13 +140,14 @@ def _conflicts(program: Program, place: ProgramPlace) -> list[str]:
             f"{options.name('ckpt.disable_ds')}: without these checkpoints a run cannot be resumed; leave it out"
         )
     sized = Program((*program.words, *_sizes(program, place)), program.folder)
-    if plain(program).module == _PPO and (needed := gpus_needed(sized)) > now:
+    if program.module == _PPO and (needed := gpus_needed(sized)) > now:
         names = ", ".join(options.name(f"{group}.num_gpus_per_node") for group in ("actor", "ref", "critic", "reward"))
         found.append(
             f"the models and engines ask for {counted(needed, 'GPU')}, but the job has {now}, and OpenRLHF would wait "
             f"forever: set {names} and {options.name('vllm.num_engines')}, or {options.name('train.colocate_all')}"
         )
-    newest = _newest(program, place)
+    # With the user's own --ckpt.load_enable, the first attempt resumes from what another run has written.
+    newest = _newest(program, replace(place, began=0.0) if options.get("ckpt.load_enable") is not None else place)
     if newest is not None and newest.processes and newest.processes != _training_gpus(sized, now):
         found.append(
             f"{newest.path} was written by {newest.processes} GPUs, and DeepSpeed resumes it on the same number; this "
@@ -157,7 +158,7 @@ def _conflicts(program: Program, place: ProgramPlace) -> list[str]:
 
 def _training_gpus(program: Program, all_gpus: int) -> int:
     options = Options(program)
-    if plain(program).module != _PPO:
+    if program.module != _PPO:
         return all_gpus
     return options.count("actor.num_nodes", 1) * options.count("actor.num_gpus_per_node", 8)
 
@@ -181,18 +182,18 @@ def _grouped(name: str) -> str:
 
 
 def _ran(*modules: str) -> Callable[[Program], bool]:
-    return lambda program: plain(program).module in modules
+    return lambda program: program.module in modules
 
 
 OPENRLHF = Adapter(
     name="openrlhf",
     title="OpenRLHF",
     kinds=("ray",),
-    package="openrlhf",
+    packages=("openrlhf",),
     recognises=_ran(_PPO),
-    command=plain_words,
     saves="at the end of a step, before the walltime ends or when it is asked, and resumes on the same number of GPUs",
-    is_hooked=True,
+    hook="openrlhf",
+    saves_when_asked=True,
     output=lambda program: Options(program).get("ckpt.path"),
     arguments=lambda program, place: [*_resuming(program, place), *_sizes(program, place)],
     environment=lambda _program, _place: {"RAY_COLOR_PREFIX": "0"},
@@ -204,10 +205,11 @@ OPENRLHF_TRAINERS = Adapter(
     name="openrlhf-trainers",
     title="OpenRLHF's SFT, DPO and reward model trainers",
     kinds=("torchrun",),
-    package="openrlhf",
+    packages=("openrlhf",),
     recognises=_ran(*_OTHERS),
     saves=OPENRLHF.saves,
-    is_hooked=True,
+    hook="openrlhf",
+    saves_when_asked=True,
     output=OPENRLHF.output,
     arguments=_resuming,
     conflicts=_conflicts,

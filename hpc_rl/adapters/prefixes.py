@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from hpc_rl.adapters.program import Program
 
 _VALUED = (
@@ -15,13 +13,11 @@ _VALUED = (
 
 
 def plain(program: Program) -> Program:
-    """Return a program without these prefixes."""
-    return Program(tuple(plain_words(program)), program.folder)
+    """Return a program without these prefixes: what the job's Python runs."""
+    return Program(_plain(program.words), program.folder)
 
 
-def plain_words(program: Program) -> Sequence[str]:
-    """Return the words of a program without these prefixes: what the job's Python runs."""
-    words = program.words
+def _plain(words: tuple[str, ...]) -> tuple[str, ...]:
     if words[:3] == ("ray", "job", "submit") and "--" in words:
         words = words[words.index("--") + 1 :]
     if words[:2] != ("uv", "run"):

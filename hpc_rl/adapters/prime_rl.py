@@ -14,7 +14,6 @@ import re
 from pathlib import Path
 
 from hpc_rl.adapters.adapter import Adapter, ProgramPlace, ReportedStep
-from hpc_rl.adapters.prefixes import plain, plain_words
 from hpc_rl.adapters.program import Program
 from hpc_rl.adapters.saved import Checkpoint
 
@@ -34,9 +33,8 @@ _SECONDS = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0}
 
 
 def _recognises(program: Program) -> bool:
-    found = plain(program)
-    is_command = found.name in _COMMANDS and any(word.startswith("@") for word in found.arguments)
-    return is_command or found.module.startswith("prime_rl.")
+    is_command = program.name in _COMMANDS and any(word.startswith("@") for word in program.arguments)
+    return is_command or program.module.startswith("prime_rl.")
 
 
 def _newest(program: Program, place: ProgramPlace) -> Checkpoint | None:
@@ -66,11 +64,10 @@ def _arguments(program: Program, place: ProgramPlace) -> list[str]:
 
 
 def _conflicts(program: Program, _place: ProgramPlace) -> list[str]:
-    found = plain(program)
-    if found.module == TRAINER:
+    if program.module == TRAINER:
         return []
     return [
-        f"{found.module or found.name} of prime-rl starts its own processes, without Ray and torchrun of this job. "
+        f"{program.module or program.name} of prime-rl starts its own processes, without Ray and torchrun of this job. "
         f"What works in a job: SFT by `submit torchrun ... -- -m {TRAINER} @ FILE`; reinforcement learning by "
         "prime-rl's own [slurm] settings, without hpc-rl; or slurm.adapter=none for a command that needs one node only"
     ]
@@ -93,9 +90,8 @@ PRIME_RL = Adapter(
     name="prime-rl",
     title="prime-rl",
     kinds=("torchrun", "ray"),
-    package="prime_rl",
+    packages=("prime_rl",),
     recognises=_recognises,
-    command=plain_words,
     saves="at its own interval, ends after its next checkpoint when it is asked to stop, and resumes from that one",
     output=_output,
     arguments=_arguments,

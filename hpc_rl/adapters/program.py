@@ -6,9 +6,9 @@ import ast
 import json
 import re
 import tomllib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
 
@@ -104,8 +104,13 @@ class Program:
         files += [word.removeprefix("@") for word in self.positional]
         found: dict[str, str] = {}
         for file in files:
-            found |= read_settings(self.folder / file)
+            found |= self.read(self.folder / file)
         return found
+
+    @cached_property
+    def read(self) -> Callable[[Path], Mapping[str, str]]:
+        """Reads a settings file, once: while a program runs, its user may edit them for the next one."""
+        return cache(read_settings)
 
     @cached_property
     def imports(self) -> frozenset[str]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -32,13 +33,19 @@ def record_saved(run: RunDir, checkpoint: Checkpoint) -> None:
     LineFile(run.saved).write(json.dumps(asdict(checkpoint)))
 
 
-def newest_saved(run: RunDir, output: Path | None = None, part: str | None = None) -> Checkpoint | None:
+def newest_saved(
+    run: RunDir,
+    output: Path | None = None,
+    part: str | None = None,
+    exists: Callable[[str], bool] = os.path.exists,  # it raises no error
+) -> Checkpoint | None:
     """Return the last checkpoint that this run has completed, that still exists, and that no other training of the
     program has overwritten.
 
     Args:
         output: the folder in which it is; None for any.
         part: the training that wrote it; None for any.
+        exists: returns whether the path of a checkpoint exists.
     """
     try:
         lines = read_regular(run.saved).splitlines()
@@ -53,6 +60,6 @@ def newest_saved(run: RunDir, output: Path | None = None, part: str | None = Non
         path = Path(found.path)
         is_whole = writers.setdefault(found.path, found.part) == found.part
         is_here = output is None or path.absolute().parent == output.absolute()
-        if is_whole and is_here and part in (None, found.part) and os.path.exists(path):  # noqa: PTH110  # no error
+        if is_whole and is_here and part in (None, found.part) and exists(found.path):
             return found
     return None

@@ -9,12 +9,11 @@ Its fully asynchronous trainer has no callbacks: it ends after its next own chec
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
 from hpc_rl.adapters.adapter import Adapter, ProgramPlace
 from hpc_rl.adapters.hydra import appended
-from hpc_rl.adapters.prefixes import plain, plain_words
 from hpc_rl.adapters.program import Program
 from hpc_rl.adapters.saved import Checkpoint
 from hpc_rl.adapters.step_line import read_step_line
@@ -36,19 +35,15 @@ GROUPS = {"timing/": "timing_s/", "policy/": "actor/", "eval/": "val/"}
 
 
 def _is_sft(program: Program) -> bool:
-    return plain(program).module == _SFT
+    return program.module == _SFT
 
 
 def _folder_option(program: Program) -> str:
     return "ckpt_path" if _is_sft(program) else "trainer.ckpt_path"
 
 
-def _own(program: Program) -> Mapping[str, str]:
-    return plain(program).options
-
-
 def _newest(program: Program, place: ProgramPlace) -> Checkpoint | None:
-    folder = program.folder / _own(program).get(_folder_option(program), str(place.run.checkpoints))
+    folder = program.folder / program.options.get(_folder_option(program), str(place.run.checkpoints))
     try:
         latest = folder / "latest_ckpt_global_step.txt"
         step = int(latest.read_text())
@@ -67,7 +62,7 @@ def _processes(path: Path) -> int:
 
 def _sizes(program: Program, place: ProgramPlace) -> dict[str, object]:
     """Return the options for the job's size: the models share all GPUs, and the engines as well, as is its default."""
-    own = _own(program)
+    own = program.options
     if _is_sft(program):
         return {"placement.num_nodes": place.nodes, "placement.num_gpus_per_node": place.processes}
     if own.get(f"{_PLACEMENT}.colocate_all", "true").lower() != "true":
@@ -88,18 +83,21 @@ def _arguments(program: Program, place: ProgramPlace) -> list[str]:
         wanted["trainer.log_path"] = place.run.path / "skyrl-logs"
     elif place.is_later and _newest(program, place) is not None:
         wanted["resume_from"] = "latest"
-    return appended(_own(program), wanted, prefix="")
+    return appended(program.options, wanted, prefix="")
 
 
 def _conflicts(program: Program, place: ProgramPlace) -> list[str]:
-    own, found = _own(program), []
+    own, found = program.options, []
     for name, value in _sizes(program, place).items():
         if name in own and own[name] != str(value) and not name.endswith("num_engines"):
             found.append(
                 f"{name}={own[name]}, but the job has {value}: leave the option out, and hpc-rl sets it, "
                 "or submit with another --nodes or --gpus-per-node"
             )
-    newest, now = _newest(program, place), place.nodes * place.processes
+    # Its RL resumes from what is in the folder, also from a checkpoint of another run.
+    resumes = not _is_sft(program) and own.get("trainer.resume_mode", "latest") == "latest"
+    newest = _newest(program, replace(place, began=0.0) if resumes else place)
+    now = place.nodes * place.processes
     if newest is not None and newest.processes not in (0, now):
         found.append(
             f"{newest.path} was written by {counted(newest.processes, 'GPU')}, and FSDP of SkyRL resumes it with as "
@@ -112,12 +110,13 @@ SKYRL = Adapter(
     name="skyrl",
     title="SkyRL",
     kinds=("ray",),
-    package="skyrl",
-    recognises=lambda program: plain(program).uses("skyrl.train"),
-    command=plain_words,
+    packages=("skyrl",),
+    recognises=lambda program: program.uses("skyrl.train"),
     saves="at the end of a step, before the walltime ends or when it is asked, and resumes on the same number of GPUs",
-    is_hooked=True,
-    output=lambda program: _own(program).get(_folder_option(program)),
+    hook="skyrl",
+    saves_when_asked=True,
+    ends_itself=True,
+    output=lambda program: program.options.get(_folder_option(program)),
     arguments=_arguments,
     environment=lambda _program, _place: {"RAY_COLOR_PREFIX": "0", "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0"},
     conflicts=_conflicts,

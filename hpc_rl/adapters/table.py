@@ -11,6 +11,7 @@ from hpc_rl.adapters.adapter import Adapter
 from hpc_rl.adapters.loops import ACCELERATE, LIGHTNING, TORCHTITAN
 from hpc_rl.adapters.nemo_rl import NEMO_RL
 from hpc_rl.adapters.openrlhf import OPENRLHF, OPENRLHF_TRAINERS
+from hpc_rl.adapters.prefixes import plain
 from hpc_rl.adapters.prime_rl import PRIME_RL
 from hpc_rl.adapters.program import Program
 from hpc_rl.adapters.skyrl import SKYRL
@@ -59,7 +60,7 @@ def choose(setting: str, kind: str, program: Program) -> Adapter:
         return GENERIC
     if setting == AUTO:
         rows = (row for row in ADAPTERS.values() if kind in row.kinds)
-        return next((row for row in rows if row.recognises(program)), GENERIC)
+        return next((row for row in rows if row.recognises(plain(program))), GENERIC)
     row = ADAPTERS.get(setting)
     if row is None:
         raise UserError(
@@ -68,6 +69,11 @@ def choose(setting: str, kind: str, program: Program) -> Adapter:
     if kind not in row.kinds:
         raise UserError(f"slurm.adapter={setting}: {row.title} needs `submit {row.kinds[0]}`, not `submit {kind}`")
     return row
+
+
+def started(adapter: Adapter, program: Program) -> tuple[str, ...]:
+    """Return what the ranks or the driver run for a program as it was typed."""
+    return program.words if adapter is GENERIC else tuple(adapter.command(plain(program)))
 
 
 def description(adapter: Adapter, program: Program) -> str:

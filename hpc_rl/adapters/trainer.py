@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from hpc_rl.adapters.adapter import Adapter, ProgramPlace
@@ -20,44 +20,65 @@ def _setting(program: Program, name: str) -> str | None:
     return program.options.get(name) or program.settings("config").get(name)
 
 
+def _is_set(program: Program, name: str) -> bool:
+    return (_setting(program, name) or "").lower() in ("true", "1")
+
+
 def _output(program: Program) -> str | None:
     return _setting(program, "output_dir")
 
 
-def _uses(*modules: str, entries: Sequence[str] = ()) -> Callable[[Program], bool]:
-    """Return whether a program is one of these modules, imports one of these names, or is an entry point."""
-    return lambda program: _entry(program, *entries) or program.uses(*modules)
+def _options(values: Mapping[str, str | None]) -> list[str]:
+    """Return the options that have a value, as words."""
+    return [word for name, value in values.items() if value is not None for word in (f"--{name}", value)]
 
 
-def _runs(*modules: str, entries: Sequence[str]) -> Callable[[Program], bool]:
-    """Return whether a program is a command of a package. A script that imports it has options of its own."""
-    return lambda program: _entry(program, *entries) or program.runs(*modules)
+@dataclass(frozen=True)
+class _Command:
+    """A command of a package that runs trainings, among others."""
 
+    names: tuple[str, ...]
+    trains: tuple[str, ...]
+    """Its first arguments with which it does; empty for all."""
+    example: str
+    started: Callable[[Program, str, list[str]], Sequence[str]]
+    """Returns what its ranks run, by that argument and those after it."""
 
-def _entry(program: Program, *names: str) -> bool:
-    return Path(program.name).name in names
+    def is_of(self, program: Program) -> bool:
+        return Path(program.name).name in self.names
+
+    def words(self, program: Program) -> Sequence[str]:
+        """Return what the ranks run for a program."""
+        first, *rest = program.arguments or ("",)
+        is_training = self.is_of(program) and first and (not self.trains or first in self.trains)
+        return self.started(program, first, rest) if is_training else program.words
+
+    def refused(self, program: Program) -> list[str]:
+        """Return why a program that still is this command cannot be a job."""
+        used = f"{self.names[0]} {' '.join(program.arguments[:1])}"
+        return [f"{used}: only {self.example} can be a job"] if self.is_of(program) else []
 
 
 TRANSFORMERS = Adapter(
     name="transformers",
     title="transformers' Trainer",
     kinds=("torchrun",),
-    package="transformers",
-    recognises=_uses(
+    packages=("transformers",),
+    recognises=lambda program: program.uses(
         *("transformers.Trainer", "transformers.Seq2SeqTrainer", "transformers.trainer"),
         *("axolotl", "llamafactory", "llmtuner", "swift.trainers", "swift.llm"),
     ),
     saves=_SAVES,
-    is_hooked=True,
+    hook="trainer",
+    saves_when_asked=True,
+    ends_itself=True,
+    has_heartbeats=True,
     output=_output,
     newest=lambda _, place: newest_saved(place.run),
 )
 
 
-def _trl_command(program: Program) -> Sequence[str]:
-    if not _entry(program, "trl") or not program.arguments:
-        return program.words
-    name, *words = program.arguments
+def _trl_words(program: Program, name: str, words: list[str]) -> Sequence[str]:
     config = program.settings("config").get("accelerate_config")
     given = "--accelerate_config"
     words = [part for word in words for part in (word.split("=", 1) if word.startswith(f"{given}=") else [word])]
@@ -74,22 +95,20 @@ def _trl_conflicts(program: Program, _place: ProgramPlace) -> Sequence[str]:
     return []
 
 
+_TRL = _Command(("trl",), (), "`trl sft` and others", _trl_words)
 TRL = replace(
     TRANSFORMERS,
     name="trl",
     title="TRL (transformers' Trainer)",
-    package="trl",
-    recognises=_uses("trl", entries=("trl",)),
-    command=_trl_command,
+    packages=("trl",),
+    recognises=lambda program: _TRL.is_of(program) or program.uses("trl"),
+    command=_TRL.words,
     conflicts=_trl_conflicts,
 )
 
 
-def _axolotl_command(program: Program) -> Sequence[str]:
+def _axolotl_words(_program: Program, _name: str, words: list[str]) -> Sequence[str]:
     """Return Axolotl's training without its launcher, and without what follows `--`, which is for the launcher."""
-    if not _entry(program, "axolotl") or program.arguments[:1] != ("train",):
-        return program.words
-    words = list(program.arguments[1:])
     words = words[: words.index("--")] if "--" in words else words
     if "--launcher" in words:
         del words[(at := words.index("--launcher")) : at + 2]
@@ -97,51 +116,27 @@ def _axolotl_command(program: Program) -> Sequence[str]:
 
 
 def _axolotl_conflicts(program: Program, _place: ProgramPlace) -> Sequence[str]:
-    if _entry(program, "axolotl"):
-        return [f"axolotl {' '.join(program.arguments[:1])}: a job runs `axolotl train CONFIG.yml`"]
     found = [f"--{name}" for name in ("cloud", "sweep") if name in program.options]
-    if (_setting(program, "use_ray") or "").lower() in ("true", "1"):
-        found.append("use_ray")
+    found += ["use_ray"] if _is_set(program, "use_ray") else []
     why = "Axolotl would start trainings or a cluster of its own: leave it out, and submit each training as a job"
-    return [f"{name}: {why}" for name in found]
+    return _AXOLOTL.refused(program) or [f"{name}: {why}" for name in found]
 
 
-def _saved_path(place: ProgramPlace) -> str | None:
-    """Return the last checkpoint of earlier attempts."""
-    found = newest_saved(place.run) if place.is_later else None
-    return found.path if found else None
-
-
-def _axolotl_arguments(_program: Program, place: ProgramPlace) -> Sequence[str]:
-    """Return the checkpoint: parts of Axolotl read it from the settings, such as ReLoRA."""
-    path = _saved_path(place)
-    return ["--resume-from-checkpoint", path] if path else []
-
-
+_AXOLOTL = _Command(("axolotl",), ("train",), "`axolotl train CONFIG.yml`", _axolotl_words)
 AXOLOTL = replace(
     TRANSFORMERS,
     name="axolotl",
     title="Axolotl (transformers' Trainer)",
-    package="axolotl",
-    recognises=_runs("axolotl", entries=("axolotl",)),
-    command=_axolotl_command,
-    arguments=_axolotl_arguments,
+    packages=("axolotl",),
+    recognises=lambda program: _AXOLOTL.is_of(program) or program.runs("axolotl"),
+    command=_AXOLOTL.words,
+    # Parts of Axolotl read the checkpoint from the settings, such as ReLoRA.
+    arguments=lambda _, place: _options({"resume-from-checkpoint": place.saved_path}),
     conflicts=_axolotl_conflicts,
 )
 
 
-_LLAMA = ("llamafactory-cli", "lmf")
-
-
-def _llama_command(program: Program) -> Sequence[str]:
-    if not _entry(program, *_LLAMA) or program.arguments[:1] != ("train",):
-        return program.words
-    return ["-m", "llamafactory.launcher", *program.arguments[1:]]
-
-
 def _llama_conflicts(program: Program, _place: ProgramPlace) -> Sequence[str]:
-    if _entry(program, *_LLAMA):
-        return [f"llamafactory-cli {' '.join(program.arguments[:1])}: a job runs `llamafactory-cli train CONFIG.yaml`"]
     found = [
         f"{name}=1 is set, with which LLaMA-Factory uses another trainer or a cluster of its own: unset it"
         for name in ("USE_RAY", "USE_MCA", "USE_V1", "USE_KT")
@@ -152,7 +147,7 @@ def _llama_conflicts(program: Program, _place: ProgramPlace) -> Sequence[str]:
             f"stage {stage}: LLaMA-Factory cannot resume it, because the value head is saved apart from the model: "
             "submit with slurm.adapter=none and a walltime that suffices"
         )
-    return found
+    return _LLAMA.refused(program) or found
 
 
 def _llama_arguments(program: Program, place: ProgramPlace) -> Sequence[str]:
@@ -160,60 +155,62 @@ def _llama_arguments(program: Program, place: ProgramPlace) -> Sequence[str]:
     the checkpoint with the highest number, complete or not."""
     if not place.is_later:
         return []
-    path = _saved_path(place)
-    pairs = {"overwrite_output_dir": "false" if path else "true", **({"resume_from_checkpoint": path} if path else {})}
+    path = place.saved_path
+    values = {"overwrite_output_dir": "false" if path else "true", "resume_from_checkpoint": path}
     if program.positional:
-        return [f"{name}={value}" for name, value in pairs.items()]
-    return [word for name, value in pairs.items() for word in (f"--{name}", value)]
+        return [f"{name}={value}" for name, value in values.items() if value]
+    return _options(values)
 
 
-def _llama_variables(_program: Program, _place: ProgramPlace) -> Mapping[str, str]:
-    """Return what llamafactory-cli sets (OPTIM_TORCH)."""
-    return {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True", "TORCH_NCCL_AVOID_RECORD_STREAMS": "1"}
-
-
+_LLAMA = _Command(
+    ("llamafactory-cli", "lmf"),
+    ("train",),
+    "`llamafactory-cli train CONFIG.yaml`",
+    lambda _program, _name, words: ["-m", "llamafactory.launcher", *words],
+)
 LLAMA_FACTORY = replace(
     TRANSFORMERS,
     name="llamafactory",
     title="LLaMA-Factory (transformers' Trainer)",
-    package="llamafactory",
-    recognises=_runs("llamafactory", "llmtuner", entries=_LLAMA),
-    command=_llama_command,
+    packages=("llamafactory",),
+    recognises=lambda program: _LLAMA.is_of(program) or program.runs("llamafactory", "llmtuner"),
+    command=_LLAMA.words,
     arguments=_llama_arguments,
-    environment=_llama_variables,
+    # What llamafactory-cli sets (OPTIM_TORCH).
+    environment=lambda _program, _place: {
+        "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True",
+        "TORCH_NCCL_AVOID_RECORD_STREAMS": "1",
+    },
     conflicts=_llama_conflicts,
 )
 
 
-def _swift_command(program: Program) -> Sequence[str]:
-    if not _entry(program, "swift") or program.arguments[:1] not in (("pt",), ("sft",), ("rlhf",)):
-        return program.words
-    name, *words = program.arguments
-    return launched("swift", [], ["-m", f"swift.cli.{name}", *words])
-
-
 def _swift_conflicts(program: Program, _place: ProgramPlace) -> Sequence[str]:
-    if _entry(program, "swift"):
-        return [f"swift {' '.join(program.arguments[:1])}: a job runs `swift pt`, `swift sft` or `swift rlhf`"]
-    found = [name for name in ("use_ray", "use_flash_ckpt") if _setting(program, name) in ("true", "True", "1")]
-    return [
-        f"{name}: a job neither starts ms-swift's cluster nor saves in its background: leave it out" for name in found
+    why = {"use_ray": "ms-swift would start a cluster of its own", "use_flash_ckpt": "it saves in the background"}
+    return _SWIFT.refused(program) or [
+        f"{name}: {text}: leave it out" for name, text in why.items() if _is_set(program, name)
     ]
 
 
 def _swift_arguments(program: Program, place: ProgramPlace) -> Sequence[str]:
     """Return the options with which all attempts of a run write into one folder, instead of one of each start."""
-    folder = [] if _output(program) else ["--output_dir", str(place.run.checkpoints)]
-    return folder if _setting(program, "add_version") else [*folder, "--add_version", "false"]
+    wanted = {"output_dir": str(place.run.checkpoints), "add_version": "false"}
+    return _options({name: value for name, value in wanted.items() if not _setting(program, name)})
 
 
+_SWIFT = _Command(
+    ("swift",),
+    ("pt", "sft", "rlhf"),
+    "`swift pt`, `swift sft` or `swift rlhf`",
+    lambda _program, name, words: launched("swift", [], ["-m", f"swift.cli.{name}", *words]),
+)
 MS_SWIFT = replace(
     TRANSFORMERS,
     name="ms-swift",
     title="ms-swift (transformers' Trainer)",
-    package="swift",
-    recognises=_runs("swift", entries=("swift",)),
-    command=_swift_command,
+    packages=("swift",),
+    recognises=lambda program: _SWIFT.is_of(program) or program.runs("swift"),
+    command=_SWIFT.words,
     arguments=_swift_arguments,
     conflicts=_swift_conflicts,
 )

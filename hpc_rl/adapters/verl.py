@@ -16,11 +16,11 @@ import json
 import re
 import time
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
 from hpc_rl.adapters.adapter import Adapter, ProgramPlace, ReportedStep
 from hpc_rl.adapters.hydra import appended, given, size_conflicts
-from hpc_rl.adapters.prefixes import plain, plain_words
 from hpc_rl.adapters.program import Program
 from hpc_rl.adapters.saved import Checkpoint
 
@@ -67,7 +67,8 @@ def _processes(path: Path) -> int:
 
 
 def _other_size(program: Program, place: ProgramPlace) -> list[str]:
-    found, now = _newest(program, place), place.nodes * place.processes
+    # verl resumes from what is in the folder, also from a checkpoint of another run.
+    found, now = _newest(program, replace(place, began=0.0)), place.nodes * place.processes
     if found is None or found.processes in (0, now) or given(program).get("trainer.resume_mode") == "disable":
         return []
     return [
@@ -126,11 +127,12 @@ VERL = Adapter(
     name="verl",
     title="verl",
     kinds=("ray",),
-    package="verl",
-    recognises=lambda program: _RL.fullmatch(plain(program).module) is not None,
-    command=plain_words,
+    packages=("verl",),
+    recognises=lambda program: _RL.fullmatch(program.module) is not None,
     saves="at the end of a step, before the walltime ends or when it is asked, and resumes on the same number of GPUs",
-    is_hooked=True,
+    hook="verl_ppo",
+    saves_when_asked=True,
+    ends_itself=True,
     output=_output,
     arguments=_arguments,
     environment=_environment,
@@ -146,10 +148,13 @@ VERL_SFT = Adapter(
     name="verl-sft",
     title="verl's SFT trainer",
     kinds=("torchrun",),
-    package="verl",
+    packages=("verl",),
     recognises=lambda program: _SFT.fullmatch(program.module) is not None,
     saves=VERL.saves,
-    is_hooked=True,
+    hook="verl_sft",
+    saves_when_asked=True,
+    ends_itself=True,
+    has_heartbeats=True,
     output=_output,
     arguments=lambda program, place: appended(given(program), {_FOLDER: place.run.checkpoints}),
     conflicts=_other_size,

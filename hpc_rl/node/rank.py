@@ -25,6 +25,8 @@ from hpc_rl.system.processes import deferred_termination, die_with_parent, forwa
 
 ENV_NODE_RANK, ENV_NODES = "HPC_RL_NODE_RANK", "HPC_RL_NODES"
 """Variables with this node's place in the job, and the number of its nodes. Every node has equally many ranks."""
+ENV_OF_FIRST = "HPC_RL_OF_RANK_0"
+"""Variable with the names of variables that only rank 0 gets."""
 SAVE_TIMEOUT_S = 1800
 """How long a stopped rank waits for ranks that are still saving. The walltime usually ends it sooner."""
 MESSAGE_TIMEOUT_S = 60
@@ -36,6 +38,9 @@ def main(argv: list[str]) -> int:
     program = argv[argv.index("--") + 1 :]
     attempt_dir = Path(os.environ[ENV_ATTEMPT_DIR])
     os.environ.update(place_in_job(os.environ))
+    if os.environ["RANK"] != "0":
+        for name in os.environ.get(ENV_OF_FIRST, "").split():
+            os.environ.pop(name, None)
     rank, node_rank = int(os.environ["RANK"]), int(os.environ["GROUP_RANK"])
     bind_near(os.environ, gpu_of_rank(os.environ, int(os.environ["LOCAL_RANK"])))
     # Another rank may fail immediately. torchrun then ends this process, which would leave a start without an end.

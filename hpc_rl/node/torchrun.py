@@ -16,6 +16,7 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from hpc_rl.adapters.table import GENERIC
 from hpc_rl.errors import EXIT_STOPPED, RunError, UserError
 from hpc_rl.liveness.heartbeat import ENV_HEARTBEATS, HEARTBEATS
 from hpc_rl.node.adapted import AdaptedProgram, adapted
@@ -61,7 +62,7 @@ def _take_part(allocation: Allocation, rendezvous: Rendezvous, options: argparse
             child = start(command, environ, log)
             try:
                 end_when(asked_to_end, child)
-                with watching(watched, options.hang_timeout) as hangs:
+                with watching(watched, options.hang_timeout, options.adapter == GENERIC.name) as hangs:
                     _supervise(child, peers, (shown, program) if rank == 0 else None, options.start_timeout, hangs)
                 was_asked = asked_to_end.is_set() or child.poll() is None
             except UserError:

@@ -1,9 +1,10 @@
+import re
 from pathlib import Path
 
 import pytest
 
 from hpc_rl.adapters.adapter import ProgramPlace
-from hpc_rl.adapters.launchers import without_launcher
+from hpc_rl.adapters.launchers import launcher_conflicts, without_launcher
 from hpc_rl.adapters.program import LAUNCHED, Program
 from hpc_rl.adapters.saved import Checkpoint, record_saved
 from hpc_rl.adapters.table import choose
@@ -81,14 +82,54 @@ def test_launchers_that_cannot_be_left_out(typed: str, said: str) -> None:
 @pytest.mark.parametrize(
     ("typed", "said"),
     [
-        ("axolotl preprocess c.yml", "a job runs `axolotl train CONFIG.yml`"),
+        (
+            "torchrun --nnodes 4 x.py",
+            "--nnodes 4, but the job has 2 nodes: leave the option out, or submit with --nodes 4",
+        ),
+        (
+            "torchrun --nproc-per-node=2 -m x",
+            "--nproc-per-node 2, but the job has 8 GPUs per node: .* --gpus-per-node 2",
+        ),
+        ("python -m torch.distributed.run --nnodes=2 --nproc_per_node 4 x.py", "--nproc_per_node 4, but"),
+        ("accelerate launch --num_machines 1 x.py", "--num_machines 1, but the job has 2 nodes"),
+        (
+            "accelerate launch --num_processes 8 x.py",
+            "--num_processes 8, but the job has 16 processes, one for each GPU: leave the option out",
+        ),
+        ("deepspeed --num_nodes 2 --num_gpus 4 x.py", "--num_gpus 4, but"),
+        ("fabric run --devices=4 --num-nodes=2 x.py", "--devices 4, but"),
+        ("axolotl train c.yml --launcher torchrun -- --nnodes 3", "--nnodes 3, but"),
+        *[
+            (agreeing, "")
+            for agreeing in (
+                "torchrun --nnodes 2 --nproc-per-node gpu x.py --nnodes 4",
+                "torchrun --nnodes=1:4 --nproc-per-node=8 x.py",
+                "accelerate launch --num_processes 16 --num_machines=2 x.py",
+                "fabric run --devices auto x.py",
+                "x.py --nnodes 4",
+                "x.py -- --nnodes 4",
+                "",
+            )
+        ],
+    ],
+)
+def test_a_launcher_that_requests_other_ranks_than_the_job_has(typed: str, said: str) -> None:
+    place = ProgramPlace(RunDir(Path("run")), nodes=2, processes=8)
+    found = "\n".join(launcher_conflicts(Program(tuple(typed.split())), place))
+    assert re.fullmatch(f"{said}.*" if said else "", found)
+
+
+@pytest.mark.parametrize(
+    ("typed", "said"),
+    [
+        ("axolotl preprocess c.yml", "only `axolotl train CONFIG.yml` can be a job"),
         ("axolotl train c.yml --sweep s.yml", "--sweep: Axolotl would start"),
         ("axolotl train ray.yml", "use_ray: Axolotl would start"),
-        ("llamafactory-cli webui", "a job runs `llamafactory-cli train CONFIG.yaml`"),
+        ("llamafactory-cli webui", "only `llamafactory-cli train CONFIG.yaml` can be a job"),
         ("llamafactory-cli train rm.yml", "stage rm: LLaMA-Factory cannot resume it"),
         ("llamafactory-cli train c.yml", "USE_V1=1 is set"),
-        ("swift deploy --x 1", "a job runs `swift pt`, `swift sft` or `swift rlhf`"),
-        ("swift sft --use_ray true", "use_ray: a job neither starts ms-swift"),
+        ("swift deploy --x 1", "only `swift pt`, `swift sft` or `swift rlhf` can be a job"),
+        ("swift sft --use_ray true", "use_ray: ms-swift would start a cluster"),
         ("trl vllm-serve --model m", "trl vllm_serve is no training"),
     ],
 )

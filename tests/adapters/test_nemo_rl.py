@@ -8,19 +8,19 @@ from hpc_rl.adapters.nemo_rl import NEMO_RL, duration
 from hpc_rl.adapters.program import Program
 from hpc_rl.adapters.saved import Checkpoint
 from hpc_rl.adapters.step_line import step_line
-from hpc_rl.adapters.table import choose
+from hpc_rl.adapters.table import choose, started
 from hpc_rl.run_dir import RunDir
 
-WORDS = ("uv", "run", "examples/run_grpo.py", "--config", "c.yaml")
+WORDS = ("python", "examples/run_grpo.py", "--config", "c.yaml")
 
 
 def test_recognised_by_name_and_imports(tmp_path: Path) -> None:
     (tmp_path / "examples").mkdir()
     (tmp_path / "examples/run_grpo.py").write_text("from nemo_rl.algorithms.grpo import setup\n")
     (tmp_path / "examples/run_sft.py").write_text("import torch\n")
-    typed = Program((*WORDS, "grpo.seed=1"), tmp_path)
+    typed = Program(("uv", "run", *WORDS[1:], "grpo.seed=1"), tmp_path)
     assert choose("auto", "ray", typed) is NEMO_RL
-    assert NEMO_RL.command(typed) == ("python", "examples/run_grpo.py", "--config", "c.yaml", "grpo.seed=1")
+    assert started(NEMO_RL, typed) == ("python", "examples/run_grpo.py", "--config", "c.yaml", "grpo.seed=1")
     assert choose("auto", "ray", Program(("python", "examples/run_sft.py"), tmp_path)).name == "generic"
 
 

@@ -1,3 +1,4 @@
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -7,7 +8,7 @@ from hpc_rl.adapters.adapter import ProgramPlace, ReportedStep
 from hpc_rl.adapters.openrlhf import OPENRLHF, OPENRLHF_TRAINERS, gpus_needed, progress
 from hpc_rl.adapters.program import Program
 from hpc_rl.adapters.saved import Checkpoint
-from hpc_rl.adapters.table import choose
+from hpc_rl.adapters.table import choose, started
 from hpc_rl.run_dir import RunDir
 
 PPO = ("python3", "-m", "openrlhf.cli.train_ppo_ray")
@@ -27,7 +28,7 @@ def save(folder: Path, step: int, processes: int) -> None:
 def test_recognised_behind_a_submission_to_ray() -> None:
     typed = Program(("ray", "job", "submit", "--address=http://127.0.0.1:8265", "--", *PPO, "--actor.num_nodes", "1"))
     row = choose("auto", "ray", typed)
-    assert row is OPENRLHF and row.command(typed) == (*PPO, "--actor.num_nodes", "1")
+    assert row is OPENRLHF and started(row, typed) == (*PPO, "--actor.num_nodes", "1")
     assert choose("auto", "torchrun", Program(("-m", "openrlhf.cli.train_dpo"))) is OPENRLHF_TRAINERS
 
 
@@ -73,6 +74,10 @@ def test_sizes_and_conflicts(tmp_path: Path) -> None:
     save(tmp_path / "c/_actor", 2, 4)
     (other,) = OPENRLHF.conflicts(together, here)
     assert "global_step2 was written by 4 GPUs" in other and "trains on 8" in other
+    first = replace(here, began=time.time() + 60)  # the checkpoint is one of another run
+    assert OPENRLHF.conflicts(together, first) == []
+    resuming = Program((*together.words, "--ckpt.load_enable"), tmp_path)
+    assert "global_step2 was written by 4 GPUs" in OPENRLHF.conflicts(resuming, first)[0]
     unsaved = Program(("-m", "openrlhf.cli.train_sft", "--disable_ds_ckpt"), tmp_path)
     assert "--disable_ds_ckpt: without these checkpoints" in OPENRLHF_TRAINERS.conflicts(unsaved, here)[0]
 

@@ -1,6 +1,6 @@
 import pytest
 
-from hpc_rl.adapters.prefixes import plain, plain_words
+from hpc_rl.adapters.prefixes import plain
 from hpc_rl.adapters.program import Program
 
 
@@ -22,5 +22,4 @@ from hpc_rl.adapters.program import Program
 )
 def test_what_the_jobs_python_runs(typed: str, ran: str) -> None:
     program = Program(tuple(typed.split()))
-    assert list(plain_words(program)) == ran.split()
-    assert plain(plain(program)).words == tuple(ran.split())
+    assert plain(program).words == plain(plain(program)).words == tuple(ran.split())

@@ -38,6 +38,8 @@ def test_arguments_and_the_newest_checkpoint(tmp_path: Path) -> None:
     newest = Checkpoint(100, f"{folder}/run/checkpoints/step_100")
     assert PRIME_RL.newest(program, place) == newest
     (tmp_path / "sft.toml").write_text("max_steps = 5\n[ckpt]\ninterval = 9\n")
+    assert "--ckpt.interval" in PRIME_RL.arguments(program, place)  # the file was read before
+    program = Program(SFT, tmp_path)
     assert PRIME_RL.arguments(program, place) == [*named, "--resume.step", "100"]
     assert PRIME_RL.arguments(program, replace(place, is_later=False)) == named
     own = Program((*SFT, "--output-dir", "o", "--run.name", "n"), tmp_path)

@@ -55,11 +55,3 @@ def test_descriptions(tmp_path: Path) -> None:
     config = Program(("-m", "axolotl.cli.train", "c.yml"), tmp_path)
     assert ADAPTERS["axolotl"].folder(config) == tmp_path / "there"
     assert ADAPTERS["trl"].folder(Program(("sft.py",))) is None
-
-
-def test_the_page_has_a_row_for_each_adapter() -> None:
-    page = (Path(__file__).parents[2] / "docs" / "other-programs.md").read_text()
-    rows = [line.split(" | ") for line in page.splitlines() if line.startswith("| ") and "`" in line]
-    shown = {cells[1].strip("`"): cells[2].strip("`") for cells in rows}
-    assert shown.keys() == ADAPTERS.keys()
-    assert all(job in ("both", *ADAPTERS[name].kinds) for name, job in shown.items())

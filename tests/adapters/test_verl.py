@@ -70,6 +70,10 @@ def test_options_of_a_file(tmp_path: Path) -> None:
     added = VERL.arguments(program, place(tmp_path))
     assert not any("save_freq" in word or "default_local_dir" in word for word in added)
     assert VERL.folder(program) == tmp_path / "there"
+    (tmp_path / "conf/mine.yaml").write_text("trainer:\n  default_local_dir: elsewhere\n")
+    save(tmp_path / "there", 5)
+    newest = VERL.newest(program, place(tmp_path))
+    assert newest is not None and newest.step == 5  # the program runs with what the file was at its start
 
 
 def test_environment(tmp_path: Path) -> None:
@@ -87,7 +91,7 @@ def test_conflicts_with_the_job(tmp_path: Path) -> None:
     assert "the job has 4 GPUs per node" in gpus and gpus.endswith("--gpus-per-node 8")
     save(tmp_path / "checkpoints", 5)
     assert VERL.conflicts(Program(PPO), place(tmp_path)) == []
-    (other,) = VERL.conflicts(Program(PPO), replace(place(tmp_path), nodes=1))
+    (other,) = VERL.conflicts(Program(PPO), replace(place(tmp_path), nodes=1, began=time.time() + 60))
     assert "global_step_5 was written by 8 GPUs" in other and "the job has 4: submit it" in other
     anew = Program((*PPO, "trainer.resume_mode=disable"))
     assert VERL.conflicts(anew, replace(place(tmp_path), nodes=1)) == []

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.e2e.programs import HOLDING, PROGRAMS
+from tests.e2e.programs import FILES, PROGRAMS
 from tests.e2e.workspace import Workspace, make_workspace
 from tests.sandbox.cluster import Cluster
 
@@ -16,15 +16,15 @@ STEPS = 8
 @pytest.fixture(scope="module")
 def workspace(slurm_cluster: Cluster) -> Iterator[Workspace]:
     workspace = make_workspace(slurm_cluster.shared / f"programs-{uuid.uuid4().hex[:8]}", slurm_cluster.env)
-    (workspace.folder / "holding.py").write_text(HOLDING)
-    for name, text in PROGRAMS.items():
-        (workspace.folder / f"{name}.py").write_text(text)
+    for name, text in {**FILES, **{f"{name}.py": text for name, text in PROGRAMS.items()}}.items():
+        (workspace.folder / name).write_text(text)
     yield workspace
 
 
 def submit(workspace: Workspace, program: str, run: str, *options: str) -> str:
     """Submit a program to two nodes; it holds after its third step until it is asked to save, if it is not `whole`."""
-    words = ["torchrun", "--nodes", "2", "--job-name", run, "trainer.device=cpu", *options]
+    holds = [f"slurm.env.PYTHONPATH={workspace.folder}", "slurm.env.HOLD_TRAINER=1"]
+    words = ["torchrun", "--nodes", "2", "--job-name", run, "trainer.device=cpu", *holds, *options]
     done = workspace.hpc_rl(
         "submit", *words, "--", f"{program}.py", "--output_dir", f"out-{run}", "--steps", str(STEPS)
     )

@@ -59,15 +59,23 @@ def test_the_command_and_the_environment_of_an_attempt(tmp_path: Path) -> None:
     assert Job(tmp_path).program.words == ["train.py"]
     later = Job(tmp_path, is_later=True).program
     assert later.words == ["train.py", "--resume"]
-    assert later.environment({"B": "user", "PYTHONPATH": "/mine"}) == {
-        "A": "adapter",
-        "B": "user",
-        "PYTHONPATH": "/mine",
-    }
-    hooked = Job(tmp_path, replace(SAVES, is_hooked=True)).program
+    own = {"B": "user", "PYTHONPATH": "/mine", "WANDB_RESUME": "never"}
+    assert later.environment(own) == {"A": "adapter", **own}
+    hooked = Job(tmp_path, replace(SAVES, hook="trainer")).program
     first, *rest = hooked.environment({"PYTHONPATH": "/mine"})["PYTHONPATH"].split(":")
     assert rest == ["/mine"] and Path(first, "sitecustomize.py").is_file()
     assert hooked.environment({})["PYTHONPATH"] == first
+
+
+def test_all_attempts_are_one_run_of_wandb(tmp_path: Path) -> None:
+    names = ("WANDB_RUN_ID", "WANDB_RESUME")
+    first, later = (Job(tmp_path, is_later=is_later).program.environment({}) for is_later in (False, True))
+    assert [first[name] for name in names] == [later[name] for name in names] == [first["WANDB_RUN_ID"], "allow"]
+    (tmp_path / "other").mkdir()
+    of_other = Job(tmp_path / "other").program.environment(first)  # the first one has submitted it
+    assert of_other["WANDB_RUN_ID"] == (tmp_path / "other/.wandb-id").read_text() != first["WANDB_RUN_ID"]
+    assert Job(tmp_path).program.environment({"WANDB_RUN_ID": "mine"})["WANDB_RUN_ID"] == "mine"
+    assert Job(tmp_path, GENERIC).program.environment({}) == {}
 
 
 def test_a_program_that_is_asked_to_stop_ends_after_its_next_checkpoint(tmp_path: Path) -> None:
@@ -80,12 +88,14 @@ def test_a_program_that_is_asked_to_stop_ends_after_its_next_checkpoint(tmp_path
     assert job.must_end() and job.program.has_saved
 
 
-def test_what_was_saved_before_counts_if_the_walltime_ends(tmp_path: Path) -> None:
+def test_what_was_saved_before_counts_if_the_walltime_ends(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     late = Job(tmp_path, left_s=20)
     late.run.stop.touch()
-    assert not late.must_end()  # nothing is saved
+    assert not late.must_end() and not late.must_end()
+    (line,) = capsys.readouterr().out.splitlines()  # of a program that ignores the stop
+    assert "a program was asked to save, and has not saved before" in line and "attempt has saved nothing" in line
     late.save(3)
-    assert late.must_end()
+    assert late.must_end() and "a program has saved step 3" in capsys.readouterr().out
     again = Job(tmp_path, left_s=20, is_later=True)
     assert not again.must_end()  # this attempt has saved nothing: it would be queued again forever
     (tmp_path / "early").mkdir()
@@ -94,7 +104,7 @@ def test_what_was_saved_before_counts_if_the_walltime_ends(tmp_path: Path) -> No
     assert not early.must_end()
     early.run.stop.touch()
     assert not early.must_end()
-    hooked = Job(tmp_path, replace(SAVES, is_hooked=True), left_s=20)
+    hooked = Job(tmp_path, replace(SAVES, ends_itself=True), left_s=20)
     hooked.save(6)
     assert hooked.must_end()
     assert not Job(tmp_path, GENERIC, left_s=20).must_end()
@@ -123,6 +133,15 @@ def test_exit_codes(tmp_path: Path) -> None:
     assert adapted.LOOK_S > 0
 
 
+def test_a_loop_of_the_users_own_is_ended_though_its_total_is_unknown(tmp_path: Path) -> None:
+    job = Job(tmp_path, replace(SAVES, progress=GENERIC.progress))
+    MetricsFile(job.run.metrics).write(4, 4, {"train/loss": 1.0})
+    job.run.stop.touch()
+    job.save(4)
+    assert job.must_end()
+    assert [job.program.exit_code(code) for code in (0, 1)] == [0, EXIT_STOPPED]
+
+
 def test_a_line_of_the_program_about_its_time_stops_the_run(tmp_path: Path) -> None:
     job = Job(tmp_path, replace(SAVES, stops=lambda line: line == "time is over"))
     job.save(3)
@@ -135,7 +154,9 @@ def test_a_line_of_the_program_about_its_time_stops_the_run(tmp_path: Path) -> N
 
 def test_a_stop_before_a_step_that_does_not_fit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stopping, "SETTLE_S", 0.0)
-    timed = replace(SAVES, is_hooked=True, progress=lambda line: ReportedStep(int(line), 9, {"timing_s/step": 100.0}))
+    timed = replace(
+        SAVES, saves_when_asked=True, progress=lambda line: ReportedStep(int(line), 9, {"timing_s/step": 100.0})
+    )
     job = Job(tmp_path, timed, left_s=120)
     job.log.write_text("1\n")
     assert not job.must_end() and not job.run.stop.exists()  # of the first step, the time is not known
@@ -161,7 +182,7 @@ def test_a_program_that_saves_at_its_own_times_ends_at_the_last_that_fits(
 
 
 def test_a_program_with_hooks_has_time_to_end_by_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    job = Job(tmp_path, replace(SAVES, is_hooked=True))
+    job = Job(tmp_path, replace(SAVES, ends_itself=True))
     assert not job.must_end()
     job.run.stop.touch()
     job.save(3)
@@ -180,7 +201,7 @@ def test_a_line_with_only_the_total(tmp_path: Path) -> None:
 
 
 def test_the_last_step_of_a_program_with_hooks_is_no_early_end(tmp_path: Path) -> None:
-    job = Job(tmp_path, replace(SAVES, is_hooked=True, progress=GENERIC.progress))
+    job = Job(tmp_path, replace(SAVES, saves_when_asked=True, progress=GENERIC.progress))
     job.run.stop.touch()
     job.save(9)
     metrics = MetricsFile(job.run.metrics)  # of the adapter inside it

@@ -95,10 +95,15 @@ def entry(tmp_path: Path) -> Iterator["Entry"]:
 
 
 class Entry:
-    """Runs the node entry of one node as Slurm would."""
+    """Runs the node entry of one node as Slurm would.
 
-    def __init__(self, folder: Path) -> None:
+    Args:
+        options: further options of the node entry.
+    """
+
+    def __init__(self, folder: Path, *options: str) -> None:
         self.folder = folder
+        self._options = options
         self.attempt = folder / "attempt-1"
         self.attempt.mkdir()
         self._running: list[subprocess.Popen[str]] = []
@@ -106,9 +111,10 @@ class Entry:
     def start(self, program: str, **environ: str) -> "subprocess.Popen[str]":
         (self.folder / "program.py").write_text(program)
         slurm = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "localhost", "SLURM_NODEID": "0"}
-        command = [sys.executable, "-m", "hpc_rl.node.torchrun", "--processes", "2", "--start-timeout", "5", "--"]
+        command = [sys.executable, "-m", "hpc_rl.node.torchrun", "--processes", "2", "--start-timeout", "5"]
         process = subprocess.Popen(
-            [*command, str(self.folder / "program.py"), "a b"],
+            [*command, *self._options, "--", str(self.folder / "program.py"), "a b"],
+            cwd=self.folder,
             env={**os.environ, **slurm, "HPC_RL_ATTEMPT_DIR": str(self.attempt), "OMP_NUM_THREADS": "1", **environ},
             stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
         )  # fmt: skip
@@ -144,6 +150,16 @@ def test_each_rank_has_a_log_and_rank_0_is_shown(entry: Entry) -> None:
     assert (code, out) == (0, "rank 0 of 2 ['a b']\n")
     assert (entry.attempt / "node0-rank1.log").read_text() == "rank 1 of 2 ['a b']\n"
     assert (entry.attempt / "node0.log").exists()
+
+
+def test_only_rank_0_continues_the_run_of_wandb(tmp_path: Path) -> None:
+    entry = Entry(tmp_path, "--adapter", "prime-rl")
+    try:
+        code, out, _ = entry.run("import os; print(os.environ.get('WANDB_RUN_ID'))")
+    finally:
+        entry.end()
+    assert (code, out.strip()) == (0, (tmp_path / ".wandb-id").read_text())
+    assert (entry.attempt / "node0-rank1.log").read_text() == "None\n"
 
 
 def test_programs_meet_by_torchs_own_variables_or_in_the_private_folder(entry: Entry) -> None:

@@ -1,14 +1,13 @@
 """The real Lightning: stopped anywhere in an epoch, with workers, and in validation, it resumes to the same losses."""
 
 import json
-import os
 import subprocess
 from pathlib import Path
 
 import pytest
 
-from hpc_rl.adapters.inside import on_path
-from tests.programs.environments import REPOSITORY, python_of
+from tests.adapters.inside.hooked import hooked_environ
+from tests.programs.environments import python_of
 
 pytestmark = pytest.mark.programs
 PROGRAM = """
@@ -50,11 +49,9 @@ def fit(folder: Path, settings: str, stop_at: int = -1) -> tuple[int, str]:
     (folder / "attempt-1").mkdir(parents=True, exist_ok=True)
     (folder / "stop").unlink(missing_ok=True)
     (folder / "program.py").write_text(PROGRAM)
-    own = {"HPC_RL_RUN_DIR": str(folder), "HPC_RL_ATTEMPT_DIR": str(folder / "attempt-1"), "STOP_AT": str(stop_at)}
-    path = os.pathsep.join([str(Path(on_path.__path__[0])), str(REPOSITORY)])
     done = subprocess.run(
         [python_of("trainers"), "program.py", settings],
-        cwd=folder, env=os.environ | own | {"PYTHONPATH": path},
+        cwd=folder, env=hooked_environ("lightning", run=folder) | {"STOP_AT": str(stop_at)},
         capture_output=True, text=True, timeout=300, check=False,
     )  # fmt: skip
     return done.returncode, done.stdout + done.stderr

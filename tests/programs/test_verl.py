@@ -71,7 +71,9 @@ def test_v0_saves_when_a_step_does_not_fit(
     code = ESI.replace("import sys\n", "import os, sys, time\n", 1).replace(
         "print(", f"os.environ[{name!r}] = str(time.time() + {left_s})\nprint(", 1
     )
-    assert output_of("verl", code, str(step_s), str(SAVE_S), HPC_RL_RUN_DIR=str(tmp_path)).split()[-1] == str(is_saved)
+    assert output_of(
+        "verl", code, str(step_s), str(SAVE_S), HPC_RL_RUN_DIR=str(tmp_path), HPC_RL_HOOK=" verl_ppo"
+    ).split()[-1] == str(is_saved)
 
 
 def test_verl_builds_our_callback_with_the_users_own(tmp_path: Path) -> None:

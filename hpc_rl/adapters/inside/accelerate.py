@@ -7,13 +7,12 @@ Some programs call save_state on all ranks, and some on the first one only, so n
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from functools import wraps
 from pathlib import Path
 from typing import Any
 
+from hpc_rl.adapters.inside.hooks import wrap
 from hpc_rl.adapters.inside.run import metrics_of, run_of_process
 from hpc_rl.adapters.saved import Checkpoint, record_saved
-from hpc_rl.liveness.heartbeat import heart
 
 LATER = 3
 """Passes after which other ranks have written their part of a checkpoint, if they write one."""
@@ -49,46 +48,37 @@ _waiting = Waiting()
 
 def attach(module: Any) -> None:
     """Add the adapter to accelerate.accelerator."""
-    accelerator = module.Accelerator
-    accelerator.save_state = _noted(accelerator.save_state)
-    accelerator.backward = _passed(accelerator.backward)
-    accelerator.log = _logged(accelerator.log)
+    for name, call in (("save_state", _save_state), ("backward", _backward), ("log", _log)):
+        wrap(module.Accelerator, name, call)
 
 
-def _noted(original: Callable[..., Any]) -> Callable[..., Any]:
-    @wraps(original)
-    def save_state(self: Any, *arguments: Any, **named: Any) -> Any:
-        with heart.phase("save_checkpoint"):
-            folder = original(self, *arguments, **named)
-        if self.is_main_process and folder:
-            _waiting.begin(Path(folder))
-        return folder
-
-    return save_state
+def _save_state(original: Callable[..., Any], accelerator: Any, *arguments: Any, **named: Any) -> Any:
+    folder = original(accelerator, *arguments, **named)
+    if accelerator.is_main_process and folder:
+        _waiting.begin(Path(folder))
+    return folder
 
 
-def _passed(original: Callable[..., Any]) -> Callable[..., Any]:
-    @wraps(original)
-    def backward(self: Any, *arguments: Any, **named: Any) -> Any:
-        result = original(self, *arguments, **named)
-        heart.beat()
-        if self.is_main_process and self.sync_gradients:
-            _waiting.note_pass(self.num_processes)
-        return result
-
-    return backward
+def _backward(original: Callable[..., Any], accelerator: Any, *arguments: Any, **named: Any) -> Any:
+    result = original(accelerator, *arguments, **named)
+    if accelerator.is_main_process and accelerator.sync_gradients:
+        _waiting.note_pass(accelerator.num_processes)
+    return result
 
 
-def _logged(original: Callable[..., Any]) -> Callable[..., Any]:
-    @wraps(original)
-    def log(self: Any, values: Mapping[str, Any], step: int | None = None, *arguments: Any, **named: Any) -> Any:
-        if self.is_main_process and step:
-            _waiting.step = step
-            found = {name: float(value) for name, value in values.items() if isinstance(value, int | float)}
-            metrics_of(run_of_process()).write(step, step, {_grouped(name): x for name, x in found.items()})
-        return original(self, values, step, *arguments, **named)
-
-    return log
+def _log(
+    original: Callable[..., Any],
+    accelerator: Any,
+    values: Mapping[str, Any],
+    step: int | None = None,
+    *arguments: Any,
+    **named: Any,
+) -> Any:
+    if accelerator.is_main_process and step:
+        _waiting.step = step
+        found = {name: float(value) for name, value in values.items() if isinstance(value, int | float)}
+        metrics_of(run_of_process()).write(step, step, {_grouped(name): x for name, x in found.items()})
+    return original(accelerator, values, step, *arguments, **named)
 
 
 def _grouped(name: str) -> str:

@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
+import atexit
 from datetime import timedelta
 from typing import Any
 
 LONGEST = timedelta(days=7)
 """How long ranks wait for each other here. How long the program itself may wait decides before."""
+
+
+def _end(group: Any) -> None:
+    """End a group of gloo before Python ends, because its threads could abort the process; also a program's own."""
+    import torch.distributed as dist
+
+    if dist.is_initialized():  # otherwise the program has ended all of them
+        dist.destroy_process_group(None if dist.get_backend() == dist.Backend.GLOO else group)
 
 
 class RankGroup:
@@ -22,6 +31,8 @@ class RankGroup:
         self.rank = dist.get_rank() if is_group else 0
         self.count = dist.get_world_size() if is_group else 1
         self._group = dist.new_group(backend="gloo", timeout=LONGEST) if self.count > 1 else None
+        if self._group is not None:
+            atexit.register(_end, self._group)
 
     @property
     def is_main(self) -> bool:

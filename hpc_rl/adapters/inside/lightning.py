@@ -7,7 +7,7 @@ from __future__ import annotations
 import time
 import warnings
 from collections.abc import Callable, Mapping
-from functools import wraps
+from functools import partial
 from importlib import import_module
 from inspect import signature
 from itertools import count
@@ -16,6 +16,8 @@ from typing import Any
 
 import torch
 
+from hpc_rl.adapters.inside import beats
+from hpc_rl.adapters.inside.hooks import wrap
 from hpc_rl.adapters.inside.run import run_of_process
 from hpc_rl.adapters.inside.training import Training
 from hpc_rl.liveness.heartbeat import heart
@@ -33,14 +35,15 @@ _fits = count()
 def attach(module: Any) -> None:
     """Add the adapter to lightning.pytorch.trainer.trainer, or to the same module of pytorch_lightning."""
     package = module.__name__.removesuffix(".trainer.trainer")
-    trainer, fetchers = module.Trainer, import_module(f"{package}.loops.fetchers")
+    fetcher = import_module(f"{package}.loops.fetchers")._PrefetchDataFetcher
     loop = import_module(f"{package}.loops.training_epoch_loop")._TrainingEpochLoop
     connector = import_module(f"{package}.trainer.connectors.checkpoint_connector")._CheckpointConnector
-    trainer.fit = _adapted_fit(trainer.fit, package)
-    connector.resume_start = _resumed(connector.resume_start)
-    trainer.save_checkpoint = _recorded(trainer.save_checkpoint)
-    loop.on_run_start = _fetched_again(loop.on_run_start)
-    _remember_states(fetchers._PrefetchDataFetcher)
+    wrap(module.Trainer, "fit", partial(_fit, _callback_class(package)))
+    wrap(module.Trainer, "save_checkpoint", _save_checkpoint)
+    wrap(connector, "resume_start", _resume_start)
+    wrap(loop, "on_run_start", _on_run_start)
+    wrap(fetcher, "__iter__", _iter)
+    wrap(fetcher, "__next__", _next)
 
 
 class LightningAdapter:
@@ -48,6 +51,8 @@ class LightningAdapter:
 
     def __init__(self, trainer: Any, part: str) -> None:
         self.part = part
+        self._folder = run_of_process().path / "lightning" / part
+        """Of the checkpoints that stops write."""
         self._trainer = trainer
         self._step = 0
         self._was_postponed = False
@@ -91,7 +96,12 @@ class LightningAdapter:
         if is_near and not self._was_postponed and self.training.has_time(tests=True):
             self._was_postponed, self.training.is_stopping = True, False
             return
-        trainer.save_checkpoint(run_of_process().path / "lightning" / self.part / f"step-{step}.ckpt")
+        trainer.save_checkpoint(self._folder / f"step-{step}.ckpt")
+
+    def saved(self, path: Path, seconds: float) -> None:
+        """Record a checkpoint, which replaces those of earlier stops if it is not still being written."""
+        is_written = "Async" not in type(self._trainer.strategy.checkpoint_io).__name__
+        self.training.saved(self._trainer.global_step, path, seconds, own=self._folder if is_written else None)
 
     def validation_started(self) -> None:
         self._testing_since = time.monotonic()
@@ -206,73 +216,59 @@ def _callback_class(package: str) -> type:
     return type("HpcRl", (import_module(f"{package}.callbacks").Callback,), methods)
 
 
-def _adapted_fit(original: Callable[..., Any], package: str) -> Callable[..., Any]:
-    @wraps(original)
-    def fit(self: Any, *arguments: Any, **named: Any) -> Any:
-        if not any(type(callback).__name__ == "HpcRl" for callback in self.callbacks):
-            self.callbacks.append(_callback_class(package)())
-        _own[id(self)] = LightningAdapter(self, f"fit-{next(_fits)}")
-        try:
-            with heart.phase("training"):
-                return original(self, *arguments, **named)
-        finally:
-            del _own[id(self)]
-
-    return fit
+def _fit(callback: type, original: Callable[..., Any], trainer: Any, *arguments: Any, **named: Any) -> Any:
+    if not any(type(own) is callback for own in trainer.callbacks):
+        trainer.callbacks.append(callback())
+    _own[id(trainer)] = LightningAdapter(trainer, f"fit-{next(_fits)}")
+    try:
+        return original(trainer, *arguments, **named)
+    finally:
+        beats.end()
+        del _own[id(trainer)]
 
 
-def _resumed(original: Callable[..., Any]) -> Callable[..., Any]:
+def _resume_start(
+    original: Callable[..., Any], connector: Any, path: Any = None, *arguments: Any, **named: Any
+) -> None:
     """Resume from the last checkpoint of the run, if there is one: the program's own is for its first start."""
-
-    @wraps(original)
-    def resume_start(self: Any, path: Any = None, *arguments: Any, **named: Any) -> None:
-        if (adapter := _own.get(id(self.trainer))) is None or (own := adapter.newest()) is None:
-            original(self, path, *arguments, **named)
-            return
-        takes = signature(original).parameters
-        original(self, own, **({"weights_only": False} if "weights_only" in takes else {}))
-
-    return resume_start
+    if (adapter := _own.get(id(connector.trainer))) is None or (own := adapter.newest()) is None:
+        original(connector, path, *arguments, **named)
+        return
+    takes = signature(original).parameters
+    original(connector, own, **({"weights_only": False} if "weights_only" in takes else {}))
 
 
-def _recorded(original: Callable[..., Any]) -> Callable[..., Any]:
+def _save_checkpoint(
+    original: Callable[..., Any],
+    trainer: Any,
+    filepath: Any,
+    weights_only: Any = None,
+    *arguments: Any,
+    **named: Any,
+) -> None:
     """Record each checkpoint that can be resumed from, also those of ModelCheckpoint."""
-
-    @wraps(original)
-    def save_checkpoint(self: Any, filepath: Any, weights_only: Any = None, *arguments: Any, **named: Any) -> None:
-        began = time.monotonic()
-        with heart.phase("save_checkpoint"):
-            original(self, filepath, weights_only, *arguments, **named)
-        if (adapter := _own.get(id(self))) is not None and not weights_only and "://" not in str(filepath):
-            adapter.training.saved(self.global_step, Path(filepath), time.monotonic() - began)
-
-    return save_checkpoint
+    began = time.monotonic()
+    with heart.phase("save_checkpoint"):
+        original(trainer, filepath, weights_only, *arguments, **named)
+    if (adapter := _own.get(id(trainer))) is not None and not weights_only and "://" not in str(filepath):
+        adapter.saved(Path(filepath), time.monotonic() - began)
 
 
-def _fetched_again(original: Callable[..., Any]) -> Callable[..., Any]:
-    @wraps(original)
-    def on_run_start(self: Any, fetcher: Any) -> None:
-        original(self, fetcher)
-        if (adapter := _own.get(id(self.trainer))) is not None and adapter.resumed:
-            adapter.fetch_again(fetcher, self.batch_progress.current.ready)
-
-    return on_run_start
+def _on_run_start(original: Callable[..., Any], loop: Any, fetcher: Any) -> None:
+    original(loop, fetcher)
+    if (adapter := _own.get(id(loop.trainer))) is not None and adapter.resumed:
+        adapter.fetch_again(fetcher, loop.batch_progress.current.ready)
 
 
-def _remember_states(fetcher: Any) -> None:
-    """Remember the random numbers at the start of an epoch's batches, and at the first batch."""
-    begin, take = fetcher.__iter__, fetcher.__next__
+def _iter(original: Callable[..., Any], fetcher: Any) -> Any:
+    """Remember the random numbers at the start of an epoch's batches."""
+    fetcher._hpc_rl_states = (random_states(), None)
+    return original(fetcher)
 
-    @wraps(begin)
-    def __iter__(self: Any) -> Any:
-        self._hpc_rl_states = (random_states(), None)
-        return begin(self)
 
-    @wraps(take)
-    def __next__(self: Any) -> Any:
-        states = getattr(self, "_hpc_rl_states", None)
-        if states is not None and states[1] is None:
-            self._hpc_rl_states = (states[0], random_states())
-        return take(self)
-
-    fetcher.__iter__, fetcher.__next__ = __iter__, __next__
+def _next(original: Callable[..., Any], fetcher: Any) -> Any:
+    """Remember the random numbers at the first batch."""
+    states = getattr(fetcher, "_hpc_rl_states", None)
+    if states is not None and states[1] is None:
+        fetcher._hpc_rl_states = (states[0], random_states())
+    return original(fetcher)

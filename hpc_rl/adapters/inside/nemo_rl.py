@@ -6,11 +6,11 @@ NeMo-RL then saves and ends by itself.
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
-from functools import wraps
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from hpc_rl.adapters.inside.asked import is_asked
+from hpc_rl.adapters.inside.hooks import wrap
 from hpc_rl.adapters.step_line import step_line
 
 _BEGAN = time.time()
@@ -20,39 +20,33 @@ _BEGAN = time.time()
 def attach(module: Any) -> None:
     """Change the timer in nemo_rl.utils.timer, or print the steps that nemo_rl.utils.logger logs."""
     if "TimeoutChecker" in vars(module):
-        _change_timer(module.TimeoutChecker)
+        wrap(module.TimeoutChecker, "__init__", _init)
+        wrap(module.TimeoutChecker, "check_save", _check_save)
     else:
-        _print_steps(module.Logger)
+        wrap(module.Logger, "log_metrics", _log_metrics)
 
 
-def _change_timer(checker: Any) -> None:
-    init, check = checker.__init__, checker.check_save
-
-    @wraps(init)
-    def changed_init(self: Any, *arguments: Any, **named: Any) -> None:
-        init(self, *arguments, **named)
-        self.start_time = _BEGAN
-
-    @wraps(check)
-    def check_save(self: Any) -> bool:
-        if is_asked() and not self.last_saved:
-            self.last_saved = True
-            return True
-        found: bool = check(self)
-        return found
-
-    checker.__init__, checker.check_save = changed_init, check_save
+def _init(original: Callable[..., None], checker: Any, *arguments: Any, **named: Any) -> None:
+    original(checker, *arguments, **named)
+    checker.start_time = _BEGAN
 
 
-def _print_steps(logger: Any) -> None:
-    original = logger.log_metrics
+def _check_save(original: Callable[..., bool], checker: Any) -> bool:
+    if is_asked() and not checker.last_saved:
+        checker.last_saved = True
+        return True
+    return original(checker)
 
-    @wraps(original)
-    def log_metrics(
-        self: Any, metrics: Mapping[str, Any], step: int, prefix: str = "", *rest: Any, **named: Any
-    ) -> Any:
-        if prefix in ("train", "timing/train", "validation"):
-            print(step_line(step, None, {f"{prefix}/{name}": value for name, value in metrics.items()}), flush=True)
-        return original(self, metrics, step, prefix, *rest, **named)
 
-    logger.log_metrics = log_metrics
+def _log_metrics(
+    original: Callable[..., Any],
+    logger: Any,
+    metrics: Mapping[str, Any],
+    step: int,
+    prefix: str = "",
+    *rest: Any,
+    **named: Any,
+) -> Any:
+    if prefix in ("train", "timing/train", "validation"):
+        print(step_line(step, None, {f"{prefix}/{name}": value for name, value in metrics.items()}), flush=True)
+    return original(logger, metrics, step, prefix, *rest, **named)

@@ -35,11 +35,21 @@ class AdaptedRun:
         self._stopping = open_stopping(self._run, 0, ())  # the job script writes the stop file slurm.warning_s before
         self._metrics = metrics_of(self._run)
         self._step = (0, 0)
+        self._is_resumed = False
         self._began = time.monotonic()
 
     def newest(self, output: str | None, part: str) -> Checkpoint | None:
         """Return the last checkpoint of this run in a folder, and of a training. See newest_saved."""
-        return newest_saved(self._run, Path(output) if output is not None else None, part)
+        folder = Path(output) if output is not None else None
+        found = newest_saved(self._run, folder, part)
+        if found is None and (gone := newest_saved(self._run, folder, part, exists=lambda _: True)) is not None:
+            print(
+                f"hpc-rl: the last checkpoint of this run, {gone.path}, is not on this node, so the training does not "
+                "resume from it. If you have not removed it, choose an output folder that all nodes share",
+                flush=True,
+            )
+        self._is_resumed = found is not None
+        return found
 
     def begin(self) -> None:
         """Note that the work of a step begins now."""
@@ -54,8 +64,10 @@ class AdaptedRun:
         self.log({_STEP: seconds, "perf/eta_s": seconds * (total - step)})
 
     def log(self, metrics: Mapping[str, float]) -> None:
-        """Write measurements of the current step."""
-        self._metrics.write(*self._step, metrics)
+        """Write measurements of the current step; nothing between a resume and its first one: a line of step 0 would
+        replace all others."""
+        if self._step[0] or not self._is_resumed:
+            self._metrics.write(*self._step, metrics)
 
     def is_due(self, tests: bool, boundary: int = 1) -> bool:
         """Return whether to save and end now.

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from functools import wraps
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from hpc_rl.adapters.inside.asked import SaveOnce, is_asked
+from hpc_rl.adapters.inside.hooks import wrap
 from hpc_rl.adapters.step_line import step_line
 
 _once = SaveOnce()
@@ -17,18 +19,12 @@ def attach(module: Any) -> None:
     callback = type("StopCallback", (module.TrainingCallback,), events)
     for name in ("RayPPOTrainer", "SFTTrainer"):
         if name in vars(module):
-            _add(getattr(module, name), callback)
+            wrap(getattr(module, name), "__init__", partial(_init, callback))
 
 
-def _add(trainer: Any, callback: type) -> None:
-    original = trainer.__init__
-
-    @wraps(original)
-    def init(self: Any, *arguments: Any, **named: Any) -> None:
-        original(self, *arguments, **named)
-        self.add_callback(callback())
-
-    trainer.__init__ = init
+def _init(callback: type, original: Callable[..., None], trainer: Any, *arguments: Any, **named: Any) -> None:
+    original(trainer, *arguments, **named)
+    trainer.add_callback(callback())
 
 
 def _on_step_end(_callback: Any, _trainer: Any, _step: Any, control: Any) -> None:

@@ -6,14 +6,15 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from functools import wraps
+from collections.abc import Callable, Mapping
+from functools import partial
 from importlib.metadata import version
 from itertools import count
 from pathlib import Path
 from typing import Any
 
+from hpc_rl.adapters.inside import beats
+from hpc_rl.adapters.inside.hooks import wrap
 from hpc_rl.adapters.inside.training import Training
 from hpc_rl.errors import EXIT_BAD_INPUT
 from hpc_rl.liveness.heartbeat import heart
@@ -45,12 +46,11 @@ def attach(module: Any) -> None:
     """Add the adapter to transformers.trainer."""
     events = {name: _forwarded(name) for name in EVENTS}
     callback = type("StopCallback", (module.TrainerCallback,), events)
-    trainer = module.Trainer
-    trainer.train = _adapted_train(trainer.train, callback)
-    trainer._save_checkpoint = _in_phase(trainer._save_checkpoint, "save_checkpoint")
-    trainer.evaluate = _in_phase(trainer.evaluate, "validation")
+    wrap(module.Trainer, "train", partial(_train, callback))
+    wrap(module.Trainer, "_save_checkpoint", partial(_in_phase, "save_checkpoint"))
+    wrap(module.Trainer, "evaluate", partial(_in_phase, "validation"))
     if version("transformers").startswith("4."):
-        module.skip_first_batches = _shuffled(module.skip_first_batches)
+        wrap(module, "skip_first_batches", _skip_first_batches)
 
 
 def _forwarded(name: str) -> Callable[..., None]:
@@ -148,49 +148,37 @@ def _grouped(name: str) -> str:
     return f"val/{name.removeprefix('eval_')}" if name.startswith("eval_") else f"train/{name}"
 
 
-def _adapted_train(original: Callable[..., Any], callback: type) -> Callable[..., Any]:
-    @wraps(original)
-    def train(self: Any, resume_from_checkpoint: Any = None, *arguments: Any, **named: Any) -> Any:
-        self.remove_callback(callback)
-        self.add_callback(callback)  # the last one: it decides after the user's own
-        adapter = _own[id(self.args)] = TrainerAdapter(self)
-        if (own := adapter.newest()) is not None:
-            resume_from_checkpoint = own
-        try:
-            with heart.phase("training"):
-                return original(self, resume_from_checkpoint, *arguments, **named)
-        finally:
-            del _own[id(self.args)]
+def _train(
+    callback: type,
+    original: Callable[..., Any],
+    trainer: Any,
+    resume_from_checkpoint: Any = None,
+    *arguments: Any,
+    **named: Any,
+) -> Any:
+    trainer.remove_callback(callback)
+    trainer.add_callback(callback)  # the last one: it decides after the user's own
+    adapter = _own[id(trainer.args)] = TrainerAdapter(trainer)
+    try:
+        return original(trainer, adapter.newest() or resume_from_checkpoint, *arguments, **named)
+    finally:
+        beats.end()
+        del _own[id(trainer.args)]
 
-    return train
 
-
-def _shuffled(original: Callable[..., Any]) -> Callable[..., Any]:
+def _skip_first_batches(original: Callable[..., Any], loader: Any, *arguments: Any, **named: Any) -> Any:
     """Shuffle the batches of a resumed epoch as this epoch's: before version 5, they are those of the first one."""
-
-    @wraps(original)
-    def skip_first_batches(loader: Any, *arguments: Any, **named: Any) -> Any:
-        rest = original(loader, *arguments, **named)
-        if len(_own) == 1 and hasattr(rest, "set_epoch"):
-            rest.set_epoch(next(iter(_own.values())).epoch)
-        return rest
-
-    return skip_first_batches
+    rest = original(loader, *arguments, **named)
+    if len(_own) == 1 and hasattr(rest, "set_epoch"):
+        rest.set_epoch(next(iter(_own.values())).epoch)
+    return rest
 
 
-def _in_phase(original: Callable[..., Any], phase: str) -> Callable[..., Any]:
-    @wraps(original)
-    def call(self: Any, *arguments: Any, **named: Any) -> Any:
-        with _timed(self.args, phase):
-            return original(self, *arguments, **named)
-
-    return call
-
-
-@contextmanager
-def _timed(args: Any, phase: str) -> Iterator[None]:
+def _in_phase(phase: str, original: Callable[..., Any], trainer: Any, *arguments: Any, **named: Any) -> Any:
+    if (adapter := _own.get(id(trainer.args))) is None:
+        return original(trainer, *arguments, **named)
     began = time.monotonic()
     with heart.phase(phase):
-        yield
-    if id(args) in _own:
-        _own[id(args)].note(phase, time.monotonic() - began)
+        result = original(trainer, *arguments, **named)
+    adapter.note(phase, time.monotonic() - began)
+    return result

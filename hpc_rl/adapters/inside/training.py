@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 
+from hpc_rl.adapters.inside import beats
 from hpc_rl.adapters.inside.agreement import RankGroup
 from hpc_rl.adapters.inside.run import AdaptedRun
 from hpc_rl.adapters.saved import Checkpoint
 from hpc_rl.errors import EXIT_STOPPED
-from hpc_rl.liveness.heartbeat import heart
+from hpc_rl.system.disk import own_disk
 
 
 class Training:
@@ -26,7 +28,7 @@ class Training:
         self.ranks = RankGroup()
         self._run = AdaptedRun() if self.ranks.is_main else None
         self.is_stopping = False
-        heart.begin(f"rank {self.ranks.rank}", waits=True)
+        beats.begin(self.ranks.rank)
 
     def newest(self, output: str | None = None) -> Checkpoint | None:
         """Return the checkpoint to resume from, the same on all ranks.
@@ -52,11 +54,13 @@ class Training:
             tests: whether the program evaluates before its next step.
             boundary: a resume is exact after steps that are a multiple of this; the walltime decides whether to wait.
         """
-        heart.at_step(step + 1)
-        is_due = False
+        is_due, is_last = False, total is not None and step >= total
+        if is_last:
+            beats.end()
+        else:
+            beats.begin_step(step + 1)
         if self._run:
             self._run.end_step(step, total or step)
-            is_last = total is not None and step >= total
             is_due = not is_last and self._run.is_due(tests, boundary)
         self.is_stopping = self.ranks.of_main(is_due)
         return self.is_stopping
@@ -75,19 +79,34 @@ class Training:
         if self._run:
             self._run.note_tested(seconds)
 
-    def saved(self, step: int, path: str | Path, seconds: float) -> None:
+    def saved(self, step: int, path: Path, seconds: float, own: Path | None = None) -> None:
         """Record a checkpoint when all ranks have written their part, and end the process if it was the last one.
 
         What follows in the training and in the program is for the end of a run: it may delete this checkpoint, and
         export what looks like a finished model.
+
+        Args:
+            own: folder with the checkpoints of this training that only stops have written. This one replaces them.
 
         Raises:
             SystemExit: the run stops.
         """
         self.ranks.wait()
         if self._run:
-            self._run.note_saved(Checkpoint(step, str(Path(path).absolute()), self.ranks.count, self.part), seconds)
+            path = path.absolute()
+            self._run.note_saved(Checkpoint(step, str(path), self.ranks.count, self.part), seconds)
+            if own is not None:
+                remove_replaced(own, path)
         if self.is_stopping:
             if self._run:
                 print(self._run.stopped(), flush=True)
             raise SystemExit(EXIT_STOPPED)
+
+
+def remove_replaced(folder: Path, newer: Path) -> None:
+    """Remove the checkpoints of earlier stops if a newer checkpoint is on a disk that lasts as long as theirs."""
+    if not newer.exists() or own_disk(newer) not in ("", own_disk(folder)):
+        return
+    for path in folder.glob("step-*.ckpt"):
+        if path != newer.absolute():
+            shutil.rmtree(path) if path.is_dir() else path.unlink()

@@ -6,11 +6,11 @@ import os
 import threading
 import time
 from collections.abc import Callable
-from functools import wraps
 from importlib import import_module
 from typing import Any
 
 from hpc_rl.adapters.inside.asked import SaveOnce, is_asked
+from hpc_rl.adapters.inside.hooks import wrap
 from hpc_rl.adapters.verl import ENV_CALLBACK
 
 LOOK_S = 1.0
@@ -47,12 +47,8 @@ class StopCallback:
 def attach(module: Any) -> None:
     """Have V0's check of its time, in verl.utils.checkpoint.checkpoint_manager, look at the stop file too."""
     if hasattr(module, "should_save_ckpt_esi"):
-        module.should_save_ckpt_esi = _or_asked(module.should_save_ckpt_esi)
+        wrap(module, "should_save_ckpt_esi", _should_save)
 
 
-def _or_asked(original: Callable[..., bool]) -> Callable[..., bool]:
-    @wraps(original)
-    def should_save(*arguments: Any, **named: Any) -> bool:
-        return _once.is_due() or original(*arguments, **named)
-
-    return should_save
+def _should_save(original: Callable[..., bool], *arguments: Any, **named: Any) -> bool:
+    return _once.is_due() or original(*arguments, **named)

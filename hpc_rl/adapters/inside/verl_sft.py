@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from functools import wraps
+from collections.abc import Callable, Mapping
 from importlib import import_module
 from typing import Any
 
+from hpc_rl.adapters.inside import beats
 from hpc_rl.adapters.inside.agreement import RankGroup
 from hpc_rl.adapters.inside.asked import is_asked
+from hpc_rl.adapters.inside.hooks import wrap
 from hpc_rl.errors import EXIT_STOPPED
 from hpc_rl.training.stopping import stopped_line
 
@@ -17,17 +18,16 @@ _LOGGED = ("loss", "grad_norm", "lr")
 
 def attach(module: Any) -> None:
     """Follow the training that verl.utils.checkpoint.checkpoint_handler resumes."""
-    handler: Any = module.CheckpointHandler
-    load = handler.load_checkpoint
 
-    @wraps(load)
-    def load_checkpoint(self: Any) -> int:
-        step: int = load(self)
-        if self.mode == module.OrchestrationMode.SPMD:
-            _Training(self, step).follow()
+    def load_checkpoint(original: Callable[..., int], handler: Any) -> int:
+        step = original(handler)
+        if step and step % len(handler.train_dataloader) == 0:
+            handler.train_dataloader.next_iter_state = None  # of an epoch that has ended: verl would skip the next one
+        if handler.mode == module.OrchestrationMode.SPMD:
+            _Training(handler, step).follow()
         return step
 
-    handler.load_checkpoint = load_checkpoint
+    wrap(module.CheckpointHandler, "load_checkpoint", load_checkpoint)
 
 
 class _Training:
@@ -45,6 +45,7 @@ class _Training:
         self._handler, self._step = handler, step
         self._total = int(handler.engine.optimizer_config.total_training_steps)
         self._ranks = RankGroup()
+        beats.begin(self._ranks.rank)
         self._metrics: Mapping[str, Any] = {}
         if step >= self._total:
             self._print(f"step {step} of {self._total} is saved already: nothing is left to train")
@@ -52,23 +53,21 @@ class _Training:
 
     def follow(self) -> None:
         """Look after each step whether it is the last one: the trainer calls both functions once, on all ranks."""
-        worker: Any = import_module("verl.workers.engine_workers").TrainingWorker
+        worker = import_module("verl.workers.engine_workers").TrainingWorker
         read = import_module("verl.utils.tensordict_utils").get
-        train, end = worker.train_batch, worker.step_profile
 
-        @wraps(train)
-        def train_batch(worker: Any, *arguments: Any, **named: Any) -> Any:
-            output = train(worker, *arguments, **named)
+        def train_batch(original: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
+            output = original(*arguments, **named)
             self._metrics = {} if output is None else dict(read(output, "metrics", {}))
             return output
 
-        @wraps(end)
-        def step_profile(worker: Any, *arguments: Any, **named: Any) -> Any:
-            found = end(worker, *arguments, **named)
+        def step_profile(original: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
+            found = original(*arguments, **named)
             self._end_step()
             return found
 
-        worker.train_batch, worker.step_profile = train_batch, step_profile
+        wrap(worker, "train_batch", train_batch)
+        wrap(worker, "step_profile", step_profile)
 
     def _end_step(self) -> None:
         """Save and end the process if the run has to stop; what the trainer would log of this step is printed here.
@@ -77,7 +76,11 @@ class _Training:
             SystemExit: the run stops.
         """
         self._step += 1
-        if self._step < self._total and self._ranks.of_main(is_asked()):
+        if self._step >= self._total:
+            beats.end()
+            return
+        beats.begin_step(self._step + 1)
+        if self._ranks.of_main(is_asked()):
             numbers = [f"train/{name}:{value}" for name, value in self._metrics.items() if name in _LOGGED]
             self._print(" - ".join([f"step:{self._step}", *numbers]))
             self._handler.save_checkpoint(step=self._step)

@@ -11,7 +11,7 @@ import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from hpc_rl.liveness.heartbeat import RUN, Heartbeat
+from hpc_rl.liveness.heartbeat import PROGRAM, RUN, Heartbeat
 
 LONG = 4
 """A long phase, and the first time in any phase, may take this many times trainer.hang_timeout_s."""
@@ -22,8 +22,8 @@ LONG_PHASES = frozenset(
     }
 )
 """Phases that read or write whole models, or generate: the shared file system and an engine set their pace."""
-UNLIMITED = frozenset({"start"})
-"""Phases for which the driver has a limit: trainer.model_timeout_s."""
+UNLIMITED = frozenset({"start", PROGRAM})
+"""Phases for which the driver has a limit (trainer.model_timeout_s), or of which nothing is known."""
 PATIENCE = 10
 """A phase may take this many times the longest pause between two of its beats so far."""
 STOPPED = ("T", "t")

@@ -230,11 +230,15 @@ class Walltime:
 
 
 @contextmanager
-def watching(node: WatchedNode, hang_timeout_s: float) -> Iterator[HangWatch]:
-    """Watch while the block runs; without a time limit (0), the watch finds nothing."""
+def watching(node: WatchedNode, hang_timeout_s: float, until_walltime: bool = True) -> Iterator[HangWatch]:
+    """Watch while the block runs; without a time limit (0), the watch finds nothing.
+
+    Args:
+        until_walltime: whether a run that was asked to stop, and still runs at the end of the walltime, hangs.
+    """
     node.beats.mkdir(mode=0o700, exist_ok=True)
     # The end of the walltime is known by the clock of node 0.
-    end = job_end(os.environ, moved_end_file(node.attempt_dir)) if node.node_rank == 0 else unlimited
+    end = job_end(os.environ, moved_end_file(node.attempt_dir)) if until_walltime and node.node_rank == 0 else unlimited
     watch = HangWatch(node, hang_timeout_s, end)
     if not hang_timeout_s:
         yield watch

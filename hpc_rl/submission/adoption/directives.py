@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from hpc_rl.config.slurm import SlurmConfig, memory_mb, walltime_s
-from hpc_rl.submission.adoption.shell import names, take_options
+from hpc_rl.submission.adoption.shell import names, options
 from hpc_rl.submission.script.directives import directive_words
 
 _SHORT = {
@@ -19,25 +19,13 @@ _SHORT = {
     "s": "oversubscribe", "t": "time", "w": "nodelist", "x": "exclude",
 }  # fmt: skip
 _ALIASES = {"tasks-per-node": "ntasks-per-node", "cluster": "clusters", "out": "output", "err": "error"}
-_WITHOUT_VALUE = names(
-    "contiguous exclusive get-user-env hold no-kill no-requeue nice overcommit oversubscribe parsable propagate Q "
-    "quiet reboot requeue spread-job test-only use-min-nodes v verbose W wait k"
-)  # or whose value follows after `=` only
-_SUPERFLUOUS = {
-    **dict.fromkeys(("output", "error", "open-mode", "verbose", "quiet", "v", "Q"), "logs are in the run directory"),
-    **dict.fromkeys(("requeue", "signal"), "a run is told to save, and is queued again"),
-    **dict.fromkeys(("gpu-bind", "mem-bind", "overcommit", "gres-flags"), "the task of a node has all its GPUs"),
-    **dict.fromkeys(("parsable", "wait", "W", "test-only"), "`submit` has options for it"),
-}
-_LOST = {
-    "array": "submit one run for each value; `hpc-rl sweep` is for hpc-rl's own trainers",
-    "input": "programs have no standard input",
-    "export": "jobs get the variables of your shell",
-    **dict.fromkeys(
-        ("gpus-per-socket", "ntasks-per-core", "ntasks-per-gpu", "ntasks-per-socket", "tres-per-task"),
-        "one task runs on each node; --gpus-per-node is the number of its processes",
-    ),
-}
+_SUPERFLUOUS = names(
+    "output error open-mode verbose quiet v Q requeue signal gpu-bind mem-bind overcommit gres-flags parsable wait W "
+    "test-only"
+)
+"""What hpc-rl does itself, or has options for."""
+_LOST = names("array input export gpus-per-socket ntasks-per-core ntasks-per-gpu ntasks-per-socket tres-per-task")
+"""What hpc-rl's jobs do not have."""
 _OF_JOB = ("begin", "comment", "deadline", "dependency", "exclude", "nodelist", "reservation")
 """Options without a key that belong to a job and not to a cluster."""
 
@@ -62,8 +50,8 @@ class Adoption:
     program: list[str] = field(default_factory=list)
     lost: list[str] = field(default_factory=list)
     checks: list[str] = field(default_factory=list)
-    superfluous: defaultdict[str, list[str | int]] = field(default_factory=lambda: defaultdict(list))
-    """What hpc-rl does -> options, and lines of the script."""
+    superfluous: list[str] = field(default_factory=list)
+    """Options and lines for what hpc-rl does itself."""
 
     def variables(self) -> dict[str, str]:
         """Return the variables that Slurm sets in the job, as far as the #SBATCH lines tell them."""
@@ -85,14 +73,13 @@ def sbatch_options(script: str) -> Iterator[tuple[int, str, str | None]]:
         if line.strip() and not line.startswith("#"):
             return
         if line.startswith("#SBATCH"):
-            options, rest = take_options(directive_words(line), _WITHOUT_VALUE, _SHORT)
-            yield from ((number, _ALIASES.get(name, name), value) for name, value in options)
-            yield from ((number, repr(word), "") for word in rest)
+            for name, value in options(directive_words(line), _SHORT):
+                yield number, _ALIASES.get(name, name) or repr(value), value if name else None
 
 
-def adopt_options(options: Sequence[tuple[int, str, str | None]]) -> Adoption:
+def adopt_options(found_options: Sequence[tuple[int, str, str | None]]) -> Adoption:
     """Return a job with what options of sbatch request. The last one of a name counts, as in sbatch."""
-    found = {name: (line, value) for line, name, value in options}
+    found = {name: (line, value) for line, name, value in found_options}
     job = Adoption()
 
     def number(name: str) -> int:
@@ -133,7 +120,7 @@ def _gpus(job: Adoption, found: dict[str, tuple[int, str | None]]) -> None:
         job.gpus = int(match[2] or 1) * (job.tasks if name == "gpus-per-task" else 1)
         if name == "gpus":
             job.gpus = -(-job.gpus // job.nodes)
-            job.superfluous["--gpus-per-node requests them"].append(f"--gpus={value}")
+            job.superfluous.append(f"--gpus={value}")
         if match[1]:
             job.profile["slurm"]["gpu_type"] = match[1]
         if name in ("gres", "gpus-per-task"):
@@ -148,10 +135,10 @@ def _other(job: Adoption, name: str, value: str | None, place: str) -> None:
     if name == "signal" and (match := re.search(r"@(\d+)", value or "")) and int(match[1]) > SlurmConfig().warning_s:
         slurm["warning_s"] = int(match[1])
     if name in _SUPERFLUOUS:
-        job.superfluous[_SUPERFLUOUS[name]].append(place.partition(", ")[2])
+        job.superfluous.append(place.partition(", ")[2])
     elif name in _LOST:
-        if (name, value) != ("export", "ALL"):
-            job.lost.append(f"{place}: {_LOST[name]}")
+        why = "; submit one run for each value" if name == "array" else ""
+        job.lost += [f"{place}: no option of hpc-rl's jobs{why}"] if (name, value) != ("export", "ALL") else []
     elif name in ("partition", "account", "qos", "constraint"):
         slurm[name] = value
     elif name == "time" and value and re.fullmatch(r"[\d:-]+", value):

@@ -1,99 +1,61 @@
-"""The program that a command starts, behind srun, a container and a launcher. Pure functions."""
+"""The program that a command starts, behind srun, a container and other commands. Pure functions."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from copy import deepcopy
 from dataclasses import dataclass, field
 from pathlib import PurePosixPath
 
-from hpc_rl.submission.adoption.shell import KEYWORDS, MARK, Command, Scope, names, plain, take_options
+from hpc_rl.adapters.launchers import LAUNCHERS, launcher_of
+from hpc_rl.adapters.program import Program
+from hpc_rl.adapters.table import AUTO, GENERIC, choose
+from hpc_rl.submission.adoption.shell import ASSIGNMENT, KEYWORDS, MARK, Command, Scope, names, options, plain
 
 LAUNCHER, STEP, PLAIN = 3, 2, 1
-_ASSIGNMENT = re.compile(r"[A-Za-z_]\w*=")
-_PYTHON = re.compile(r"python[\d.]*")
-RUNTIMES = (
-    "apptainer",
-    "singularity",
-    "apptainer_wrapper",
-    "singularity_wrapper",
-    "shifter",
-    "podman-hpc",
-    "docker",
-    "podman",
-)
-_WRAPPERS: Mapping[str, tuple[str, frozenset[str]]] = {
-    **{name: ("", names("c l i 0 v p")) for name in ("exec", "env", "nohup", "time", "command")},
-    **{name: ("", names("localalloc l foreground preserve-status v")) for name in ("numactl", "stdbuf", "timeout")},
-    **{name: ("run", names("no-capture-output live-stream v")) for name in ("conda", "mamba", "poetry", "pixi")},
-    "uv": (
-        "run",
-        names("frozen locked no-sync active isolated all-extras all-groups offline quiet q no-project no-dev"),
-    ),
-}
-"""Command before a program -> its first word after it, if it has one, and its options without a value."""
-_SRUN_WITHOUT_VALUE = names(
-    "l label u unbuffered v verbose Q quiet K kill-on-bad-exit overlap exact exclusive pty O overcommit s "
-    "oversubscribe E preserve-env k no-kill X disable-status interactive contiguous multi-prog container-writable "
-    "container-readonly container-mount-home no-container-mount-home container-remap-root no-container-remap-root "
-    "container-entrypoint no-container-entrypoint"
-)
-_SRUN_SHORT = {"N": "nodes", "n": "ntasks", "w": "nodelist"}
-_CONTAINER_WITHOUT_VALUE = names(
-    "nv rocm e cleanenv c contain C containall no-home writable writable-tmpfs f fakeroot u userns i ipc p pid "
-    "no-init compat nvccli no-privs keep-privs no-mpi gpu mpi nccl no-eval rm it d t interactive tty privileged"
-)
-_LAUNCHERS: Mapping[str, frozenset[str]] = {
-    "torchrun": names("standalone m module no-python run-path virtual-local-rank"),
-    "accelerate": names(
-        "q quiet cpu multi-gpu tpu enable-cpu-affinity dynamo-use-fullgraph dynamo-use-dynamic use-deepspeed use-fsdp "
-        "dynamo-use-regional-compilation use-parallelism-config use-megatron-lm same-network m module no-python "
-        "tpu-cluster tpu-use-sudo debug use-xpu mps"
-    ),
-    "deepspeed": names(
-        "module no-python no-local-rank no-ssh no-ssh-check force-multi bind-cores-to-core save-pid elastic-training"
-    ),
-}
-"""Launcher -> its options without a value."""
+_IMAGES = names("apptainer singularity")
+RUNTIMES = _IMAGES | names("apptainer_wrapper singularity_wrapper shifter podman-hpc docker podman")
+_ENVIRONMENTS = names("conda mamba poetry pixi uv")
+_PREFIXES = RUNTIMES | _ENVIRONMENTS | names("srun exec env nohup command numactl stdbuf timeout")
+"""Commands that start the one after their options."""
+_MOST_WORDS = {"env": 9, "ray": 3, **dict.fromkeys((*_ENVIRONMENTS, "timeout"), 1)}
+"""Prefix -> how many words without an option it has, such as `run`."""
+_SHELLS = names("bash sh eval")
+_STARTS = _PREFIXES | _SHELLS | names("ray axolotl trl llamafactory-cli lmf swift") | {name[0] for name in LAUNCHERS}
 _PLACING = names(
-    "nnodes nnode nproc-per-node nproc rdzv-id rdzv-backend rdzv-endpoint rdzv-conf node-rank master-addr "
-    "master-port local-addr standalone max-restarts monitor-interval m module log-dir redirects tee role "
-    "start-method use-env local-ranks-filter numa-binding num-machines num-processes machine-rank main-process-ip "
-    "main-process-port multi-gpu same-network hostfile num-nodes num-gpus include exclude launcher launcher-args "
-    "no-ssh no-ssh-check no-local-rank force-multi bind-cores-to-core bind-core-list save-pid gpu-ids q quiet "
-    "debug enable-cpu-affinity"
+    "num-machines num-processes machine-rank main-process-ip main-process-port same-network multi-gpu max-restarts "
+    "monitor-interval rdzv-backend rdzv-conf role tee log-dir deepspeed-hostfile deepspeed-multinode-launcher "
+    "mpirun-hostfile gpu-ids hostfile num-nodes num-gpus include exclude master-addr master-port node-rank launcher "
+    "launcher-args no-ssh no-ssh-check force-multi devices main-address main-port"
 )
-"""Options of launchers that place processes, which hpc-rl does."""
-_MODULES = {"torch.distributed.run": "torchrun", "torch.distributed.launch": "torchrun"}
-_MODULES |= {"accelerate.commands.launch": "accelerate", "deepspeed.launcher.runner": "deepspeed"}
-_COMMANDS: dict[tuple[str, ...], list[str]] = {("axolotl", "train"): ["axolotl.cli.train"]}
-_COMMANDS |= {("trl", name): [f"trl.scripts.{name}"] for name in ("sft", "dpo", "grpo", "kto", "reward", "rloo")}
-_COMMANDS |= {("litgpt", name): ["litgpt", name] for name in ("pretrain", "finetune", "finetune_full", "finetune_lora")}
-"""Command that starts processes itself, and its first argument -> the module that runs in each process, and its own."""
-_ON_RAY = re.compile(r"-m (verl|recipe|openrlhf\.cli\.train_ppo_ray|skyrl\w*|nemo_rl|rllm)\b")
-"""Modules that start Ray themselves, if it does not run."""
+"""Options of launchers that place processes, which the job does."""
+_OF_SRUN = names("container-image container-mounts export nodes N")
+"""Options of srun for the program."""
+_FLAGS = names("standalone multi-gpu use-deepspeed use-fsdp same-network no-python no-local-rank cpu")
+"""Options of launchers without a value, for a program that is a variable: `--standalone $SCRIPT`."""
+_NO_PROGRAMS = names("-c pip venv ensurepip")
 
 
 @dataclass
 class FoundProgram:
     words: list[str] = field(default_factory=list)
-    """Without its launcher."""
+    """As torchrun of the job starts it."""
+    typed: list[str] = field(default_factory=list)
+    """As the script starts it."""
     rank: int = 0
     """How likely it is the job's program: LAUNCHER, STEP or PLAIN; 0 if it is none."""
     uses_ray: bool = False
     python: str = "python"
-    processes: str | None = None
-    """On each node, as its launcher states."""
+    processes: int = 0
+    """On each node, as its launcher states; 0 if it does not."""
     env: dict[str, str] = field(default_factory=dict)
-    step: list[tuple[str, str | None]] = field(default_factory=list)
-    """Options of srun."""
-    container: list[tuple[str, str | None]] = field(default_factory=list)
-    """Options of its runtime, of which one is `image`."""
+    options: list[tuple[str, str | None]] = field(default_factory=list)
+    """Of its image's runtime, and those of srun for its image and variables."""
     has_environment: bool = False
     """Whether a command such as `uv run` chooses its Python."""
     before: list[Command] = field(default_factory=list)
-    """Commands before it in the same `bash -c`."""
+    """Commands before it in the same statement or `bash -c`."""
     lost: list[str] = field(default_factory=list)
 
 
@@ -111,64 +73,60 @@ def find_program(words: list[str], scope: Scope, found: FoundProgram | None = No
     found, rest = found or FoundProgram(), list(words)
     while rest:
         word, name = rest[0], name_of(rest[0])
-        if _ASSIGNMENT.match(word):
+        if ASSIGNMENT.match(word):
             key, _, found.env[key] = rest.pop(0).partition("=")
-        elif word in KEYWORDS and word != "time":
+        elif word in KEYWORDS:
             rest = rest[1:]
-        elif name == "srun":
-            found.rank, rest = STEP, _after_srun(found, rest[1:])
-        elif name in RUNTIMES:
-            rest = _in_container(found, name, rest[1:])
-        elif name in _WRAPPERS and _WRAPPERS[name][0] in ("", *rest[1:2]):
-            rest = _wrapped(found, name, rest)
-        elif MARK.fullmatch(word) and len(rest) > 1 and rest[1].endswith(".py"):
-            found.lost.append(f"{plain(word)}: the launcher is not known")
-            found.rank, found.words = max(found.rank, PLAIN), rest[1:]
-            return found
-        elif name in ("bash", "sh", "eval") and (inner := _inline(rest)) is not None:
-            return _first(found, scope.commands(inner), scope)
-        elif name == "ray" and rest[1:3] == ["job", "submit"]:
-            found.uses_ray, found.rank = True, LAUNCHER
-            options, rest = take_options(rest[3:], names("no-wait verbose v"))
-            rest = rest[1:] if rest[:1] == ["--"] else rest
-            known = ("address", "working-dir", "no-wait", "job-id", "submission-id")
-            found.lost += [f"ray job submit --{key} {value}" for key, value in options if key not in known]
+        elif name in _SHELLS and (inner := _inline(rest)) is not None:
+            return first_program(found, scope.run(inner), scope)
+        elif name in _PREFIXES or MARK.fullmatch(word) or (name == "ray" and rest[1:3] == ["job", "submit"]):
+            end = next((at for at in range(1, len(rest)) if _is_start(rest[at], rest[at - 1], name)), len(rest))
+            others = [other for option, other in options(rest[1:end]) if not option and not MARK.search(other or "")]
+            if len(others) > _MOST_WORDS.get(name, 0) and name not in RUNTIMES:
+                break  # one of them is the program
+            _note_prefix(found, name or plain(word), rest[1:end])
+            rest = rest[end:]
         else:
-            return _launched(found, name, rest)
+            return _started(found, rest)
     found.rank = 0
     return found
 
 
-def _after_srun(found: FoundProgram, words: list[str]) -> list[str]:
-    found.step, rest = take_options(words, _SRUN_WITHOUT_VALUE, _SRUN_SHORT)
-    while rest and MARK.fullmatch(rest[0]):
-        found.lost.append(f"srun {plain(rest[0])}: these options are not known")
-        more, rest = take_options(rest[1:], _SRUN_WITHOUT_VALUE, _SRUN_SHORT)
-        found.step += more
-    return rest
+def _is_start(word: str, before: str, prefix: str) -> bool:
+    """Return whether a word after srun, a container or another prefix is the command that it starts."""
+    if before in ("-n", "-p", "--name", "--prefix") or (word == "exec" and prefix in RUNTIMES):
+        return False
+    is_python = re.fullmatch(r"python[\d.]*|[^-].*\.py", name_of(word)) or (word == "-m" and prefix in _ENVIRONMENTS)
+    return bool(is_python) or name_of(word) in _STARTS
 
 
-def _in_container(found: FoundProgram, name: str, words: list[str]) -> list[str]:
-    words = words[1:] if words[:1] in (["exec"], ["run"]) else words
-    options, words = take_options(words, _CONTAINER_WITHOUT_VALUE)
-    if name in ("apptainer", "singularity"):
-        found.container = [*options, ("image", words[0] if words else "")]
-        return words[1:]
-    found.lost.append(f"`{name}`: put its image into a file for Apptainer (hpc-rl image build), and add --image FILE")
-    found.env |= dict(value.split("=", 1) for key, value in options if key in ("env", "e") and value and "=" in value)
-    return words[1:] if name in ("docker", "podman") else words
-
-
-def _wrapped(found: FoundProgram, name: str, words: list[str]) -> list[str]:
-    """Return the words after a command such as `uv run` with its options."""
-    first, without_value = _WRAPPERS[name]
-    options, rest = take_options(words[2 if first else 1 :], without_value)
-    rest = rest[1:] if rest[:1] == ["--"] or name == "timeout" else rest
-    if first:
+def _note_prefix(found: FoundProgram, name: str, words: list[str]) -> None:
+    """Note what a command such as srun, with these words, does for the program after them."""
+    if name in _IMAGES:
+        found.options += [*options(words[words[:1] in (["exec"], ["run"]) : -1]), ("image", "".join(words[-1:]))]
+        return
+    found.env |= dict(word.split("=", 1) for word in words if ASSIGNMENT.match(word))
+    if name == "srun":
+        found.rank, own = STEP, list(options(words))
+        found.options += [one for one in own if one[0] in _OF_SRUN]
+        unknown = [
+            plain(value or "") if not option else "--multi-prog"
+            for option, value in own
+            if option in ("", "multi-prog")
+        ]
+        found.lost += [f"srun {' '.join(unknown)}: not carried over"] if unknown else []
+    elif name in RUNTIMES:
+        found.lost.append(f"`{name}`: build its image for Apptainer (hpc-rl image build), and add --image FILE")
+    elif name in _ENVIRONMENTS:
         found.has_environment = True
-        found.lost.append(f"`{name} {first}`: set slurm.python to the Python of its environment (.venv/bin/python)")
-    module = dict(options).get("m") or dict(options).get("module")
-    return [found.python, "-m", module, *rest] if first and module else rest
+        found.lost.append(f"`{name} run`: set slurm.python to the Python of its environment (.venv/bin/python)")
+    elif name == "ray":
+        found.uses_ray, found.rank = True, LAUNCHER
+        known = ("address", "working-dir", "no-wait", "job-id", "submission-id", "")
+        found.lost += [f"ray job submit --{key} {value}" for key, value in options(words) if key not in known]
+    elif name.startswith("$"):
+        found.rank = max(found.rank, PLAIN)
+        found.lost.append(f"{name}: what it does for the program is not known")
 
 
 def _inline(words: list[str]) -> str | None:
@@ -179,13 +137,10 @@ def _inline(words: list[str]) -> str | None:
     return words[place + 1] if place + 1 < len(words) else None
 
 
-def _first(found: FoundProgram, commands: Iterable[Command], scope: Scope) -> FoundProgram:
-    """Return the first program of a `bash -c`, with the commands before it."""
+def first_program(found: FoundProgram, commands: Iterable[Command], scope: Scope) -> FoundProgram:
+    """Return the first program that some commands start, with the commands before it."""
     before: list[Command] = []
     for command in commands:
-        if all(map(_ASSIGNMENT.match, command.words)):
-            for word in command.words:
-                scope.assign(word)
         if (inner := find_program(command.words, scope, deepcopy(found))).rank:
             inner.before = before + inner.before
             return inner
@@ -194,47 +149,48 @@ def _first(found: FoundProgram, commands: Iterable[Command], scope: Scope) -> Fo
     return found
 
 
-def _launched(found: FoundProgram, name: str, rest: list[str]) -> FoundProgram:
+def _started(found: FoundProgram, words: list[str]) -> FoundProgram:
     """Complete the program by the words from its launcher or its Python on."""
-    if module := _COMMANDS.get((name, *rest[1:2])):
-        end = rest.index("--launcher") if "--launcher" in rest else len(rest)
-        name, rest = "torchrun", ["torchrun", "--nproc-per-node=gpu", "-m", *module, *rest[2:end]]
-    elif _PYTHON.fullmatch(name):
-        found.python, rest = name, rest[1:]
-        while rest and rest[0].startswith("-") and rest[0] not in ("-m", "-c", "-"):
-            rest = rest[2:] if rest[0] in ("-W", "-X") else rest[1:]
-        name = _MODULES.get(rest[1], "") if rest[:1] == ["-m"] and len(rest) > 1 else ""
-        if not name:
-            found.uses_ray = found.uses_ray or bool(_ON_RAY.match(" ".join(rest)))
-            found.rank, found.words = max(found.rank, PLAIN), rest
-            found.rank *= bool(rest) and rest[0] not in ("-c", "-")
-            return found
-        rest = rest[1:]
-    elif name == "accelerate" and rest[1:2] == ["launch"]:
-        rest = rest[1:]
-    elif name not in ("torchrun", "deepspeed"):
-        found.rank = 0
-        return found
-    options, words = take_options(rest[1:], _LAUNCHERS[name])
-    given = {key: value or "" for key, value in options}
-    found.processes = given.get("nproc-per-node") or given.get("num-gpus") or ("1" if name == "torchrun" else None)
-    total, machines = given.get("num-processes", ""), given.get("num-machines", "1")
-    if total.isdigit() and machines.isdigit():
-        found.processes = str(int(total) // int(machines))
-    _note_options(found, name, [f"--{key} {value}".strip() for key, value in given.items() if key not in _PLACING])
-    if words and MARK.fullmatch(words[0]) and any(word.endswith(".py") for word in words[1:]):
-        found.lost.append(f"{name} {plain(words[0])}: these options are not known")
-        words = words[1:]
-    found.words = ["-m", *words] if {"m", "module"} & given.keys() else words
-    found.rank = LAUNCHER if words and (found.words[0] == "-m" or re.search(r"\.py$|/|\ue000", words[0])) else 0
+    found.typed = words = ["python", *words] if words[0] == "-m" or words[0].endswith(".py") else words
+    program = Program((name_of(words[0]), *words[1:]))
+    command, launcher = list(program.command), launcher_of(program.command)
+    row = choose(AUTO, "torchrun", program)
+    found.uses_ray |= row is GENERIC and choose(AUTO, "ray", program) is not GENERIC
+    if is_python := command[:1] != [program.words[0]]:
+        found.python = name_of(words[0]) if MARK.search(words[0]) else words[0]
+        found.typed = [found.python, *words[1:]]
+    if launcher:
+        own, kept, command = _split(command[len(launcher) :])
+        sizes = {name: int(value) for name, value in options(own) if value and value.isdecimal()}
+        per_node = sizes.get("nproc-per-node") or sizes.get("num-gpus") or sizes.get("devices")
+        found.processes = per_node or sizes.get("num-processes", 0) // (sizes.get("num-machines") or 1)
+        if len(command) > 1 and MARK.fullmatch(command[0]) and any(word.endswith(".py") for word in command[1:]):
+            found.lost.append(f"{' '.join(launcher)} {plain(command.pop(0))}: these options are not known")
+        found.rank = LAUNCHER if command and re.search(r"^-m$|\.py$|/|\ue000", command[0]) else 0
+        command = [*launcher, *kept, *command] if LAUNCHERS[launcher] else command
+    elif is_python:
+        found.rank = max(found.rank, PLAIN) if command and not _NO_PROGRAMS.intersection(command[:2]) else 0
+    else:
+        is_training = row is not GENERIC and row.command(program) != program.words and command[1:2] != ["vllm-serve"]
+        found.rank = LAUNCHER if is_training else 0
+        command = command[: command.index("--launcher")] if "--launcher" in command else command
+    found.words = command
     return found
 
 
-def _note_options(found: FoundProgram, name: str, kept: list[str]) -> None:
-    how = (
-        ": precision, FSDP and DeepSpeed (also those in its file) become arguments of the program, or variables "
-        "ACCELERATE_* and FSDP_* in slurm.env"
-    )
-    if kept:
-        launcher = "accelerate launch" if name == "accelerate" else name
-        found.lost.append(f"{launcher} {' '.join(kept)}" + (how if name == "accelerate" else ""))
+def _split(words: list[str]) -> tuple[list[str], list[str], list[str]]:
+    """Return the options of a launcher, those that do more than placing processes, and its program.
+
+    The program begins with -m and a module, a .py file, or what is no value of an option.
+    """
+    kept, name, is_value = list[str](), "", False
+    for number, word in enumerate(words):
+        if word in ("-m", "--module"):
+            return words[:number], kept, ["-m", *words[number + 1 :]]
+        if word.endswith(".py") or not (word.startswith("-") or is_value):
+            return words[:number], kept, words[number:]
+        if is_value := word.startswith("-"):
+            name, equals, _ = word.lstrip("-").replace("_", "-").partition("=")
+            is_value = not equals and name not in _FLAGS
+        kept += [] if name in _PLACING else [word]
+    return words, kept, []

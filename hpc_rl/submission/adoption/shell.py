@@ -1,4 +1,4 @@
-"""The statements and words of a bash script, without running it. Pure functions, except for `bash -n`.
+"""The statements and words of a bash script, without running it. Pure functions, except for `bash -n` and sums.
 
 This is no parser of bash: a word gets the values of variables that the script sets to literal texts. Everything else,
 such as `$(date)`, becomes a mark that names what is unknown, and stays one in the values that are made from it.
@@ -6,13 +6,14 @@ such as `$(date)`, becomes a mark that names what is unknown, and stays one in t
 
 from __future__ import annotations
 
-import math
 import re
 import shlex
-from collections.abc import Iterator, Mapping, Sequence
+import subprocess
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import cache
 
-from hpc_rl.submission.script.setup_lines import is_complete
+from hpc_rl.submission.script.setup_lines import BASH_TIMEOUT_S, is_complete
 
 
 def names(text: str) -> frozenset[str]:
@@ -24,10 +25,12 @@ KEYWORDS = names("if then else elif do while until for case select function { ! 
 OF_SHELL = ("HOME", "USER", "PWD")
 """Variables that every shell has."""
 MARK = re.compile("\ue000([^\ue000\ue001]*)\ue001")
+ASSIGNMENT = re.compile(r"[A-Za-z_]\w*(\[[^]]*\])?\+?=")
+_DECLARING = ("export", "declare", "typeset", "readonly", "local")
+_READING = names("read mapfile readarray getopts")
 _PLAIN = re.compile(r"[\w./:@%+=, -]*")
 _MOST_UNREADABLE = 5
 """Commands that bash cannot read. Each takes a reading of the rest of the script; further ones are taken by lines."""
-_DEFINITION = re.compile(r"\s*(?:function\s+([\w-]+)|([\w-]+)\s*\(\))")
 _QUOTED = re.compile(
     r"""(?P<mark>\ue000[^\ue001]*\ue001)|(?P<escape>\\.)|(?P<quote>")|(?P<expansion>\$(?=[\w({@*#?!$])|`)|.""", re.S
 )
@@ -47,25 +50,6 @@ class Array(str):
 
 
 @dataclass(frozen=True)
-class Statement:
-    """A part of a script that bash can read alone: a line, or several such as a loop."""
-
-    number: int
-    """Of its first line."""
-    text: str
-
-    @property
-    def defines(self) -> str:
-        """The name of the function that it defines; empty otherwise."""
-        match = _DEFINITION.match(self.text)
-        return (match[1] or match[2]) if match else ""
-
-    @property
-    def is_compound(self) -> bool:
-        return bool(self.defines or re.match(r"(if|while|until|for|case|select|\[\[?|\{|test)\s|\(", self.text))
-
-
-@dataclass(frozen=True)
 class Command:
     """A part of a statement between operators."""
 
@@ -75,71 +59,32 @@ class Command:
     """The one after it; empty at the end."""
 
 
-def statements(script: str) -> Iterator[Statement]:
-    """Yield the statements of a script. A command that bash cannot read, such as one with `<NAME>`, is one too."""
+def statements(script: str) -> Iterator[tuple[int, str]]:
+    """Yield what bash can read alone, a line or several such as a loop, and the number of its first line.
+
+    A command that bash cannot read, such as one with `<NAME>`, is a statement too.
+    """
     lines, start, unreadable = script.splitlines(), 0, 0
     while start < len(lines):
         end = start + 1
         if not lines[start].strip() or lines[start].lstrip().startswith("#"):
             start = end
             continue
-        while end <= len(lines) and unreadable < _MOST_UNREADABLE and not _is_whole("\n".join(lines[start:end])):
+        is_plain = _PLAIN.fullmatch(lines[start]) and lines[start].split()[0] not in KEYWORDS
+        while not is_plain and end <= len(lines) and unreadable < _MOST_UNREADABLE:
+            if is_complete("\n".join(lines[start:end])):
+                break
             end += 1
         if end > len(lines) or unreadable >= _MOST_UNREADABLE:
             unreadable, end = unreadable + 1, start + 1
             while lines[end - 1].endswith("\\") and end < len(lines):
                 end += 1
-        yield Statement(start + 1, "\n".join(lines[start:end]).strip())
+        yield start + 1, "\n".join(lines[start:end]).strip()
         start = end
-
-
-def _is_whole(text: str) -> bool:
-    is_plain = _PLAIN.fullmatch(text) and text.split()[0] not in KEYWORDS
-    return bool(is_plain) or is_complete(text)
 
 
 def mark(name: str) -> str:
     return f"\ue000{name}\ue001"
-
-
-class _Commands:
-    """Collects the words of a text into commands."""
-
-    def __init__(self, text: str) -> None:
-        self.text, self.start = text, 0
-        self.words: list[str] = []
-        self.word: str | None = None
-        self.skips_word = False
-        """Whether the next word is the file of a redirection."""
-
-    def add(self, text: str) -> None:
-        self.word = (self.word or "") + text
-
-    def add_expanded(self, value: str, is_whole: bool) -> None:
-        for index, piece in enumerate([value] if is_whole else re.split(r"\s+", value)):
-            if index:
-                self.end_word()
-            if piece or is_whole:
-                self.add(piece)
-
-    def add_array(self, items: list[str]) -> None:
-        array = Array(self.word or "")
-        array.items, self.word = items, None
-        self.words.append(array)
-
-    def end_word(self) -> None:
-        if self.word is not None and not self.skips_word:
-            self.words.append(self.word)
-        self.skips_word = self.skips_word and self.word is None
-        self.word = None
-
-    def end_command(self, operator: str, end: int, start: int) -> Iterator[Command]:
-        """Yield a command, whose text ends at one position; that of the next one starts at another."""
-        self.end_word()
-        text, words = self.text[self.start : end].strip(), self.words
-        self.words, self.start = [], start
-        if words:
-            yield Command(words, text, operator.strip(" \n") or ";")
 
 
 class Scope:
@@ -152,8 +97,8 @@ class Scope:
         self.doubts: dict[str, tuple[str, str]] = {}
         """Variable -> its value, and why it may have another one in the job."""
 
-    def assign(self, word: str) -> str:
-        """Assign NAME=VALUE or NAME+=VALUE; return the name."""
+    def assign(self, word: str) -> None:
+        """Assign NAME=VALUE or NAME+=VALUE."""
         name, _, value = word.partition("=")
         new: str | list[str] = word.items if isinstance(word, Array) else value
         if name.endswith("+"):
@@ -161,69 +106,80 @@ class Scope:
             old = self.values.get(name, [] if isinstance(new, list) else "")
             new = [*old, *new] if isinstance(old, list) else old + (new if isinstance(new, str) else " ".join(new))
         elif isinstance(new, str) and (match := MARK.fullmatch(new)) and match[1].startswith("VALUE"):
-            self.forget(name, self.sources[match[1]])
-            return name
+            self.sources[name], new = self.sources[match[1]], mark(name)
         self.values[name] = new
-        return name
 
     def forget(self, name: str, source: str) -> None:
-        """Take a variable as unknown.
+        """Take a variable as unknown, which the text `source` sets."""
+        self.sources[name], self.values[name] = source, mark(name)
 
-        Args:
-            source: the text that sets it.
-        """
-        self.sources[name] = source
-        self.values[name] = mark(name)
-
-    def doubt(self, name: str, source: str, number: int) -> None:
-        """Keep the value of a variable that a condition or loop may change; forget it if there is none."""
-        if (value := self.values.get(name)) and not MARK.fullmatch(str(value)):
-            self._doubt(name, value, f"line {number} may change it")
-        else:
-            self.forget(name, source)
-
-    def _doubt(self, name: str, value: str | list[str], why: str) -> None:
+    def doubt(self, name: str, value: str | list[str], why: str) -> None:
+        """Note why a variable may have another value in the job."""
         text = " ".join(value if isinstance(value, list) else value.split())
         self.doubts[name] = text, plain(f"{name} is {text if len(text) < 60 else text[:60] + ' ...'} here: {why}")
+
+    def run(self, text: str) -> Iterator[Command]:
+        """Yield the commands in a text, and set the variables that they set."""
+        for command in self.commands(text):
+            assigned, is_read = self.assigned(command), _READING.intersection(command.words[:2])
+            for name in assigned if is_read else ():
+                self.forget(name, command.text)
+            for word in command.words if assigned and not is_read else ():
+                if ASSIGNMENT.match(word):
+                    self.assign(word)
+            yield command
+
+    def assigned(self, command: Command) -> list[str]:
+        """Return the variables that a command sets, other than for a program that it starts."""
+        words = [word for word in command.words if word not in KEYWORDS]
+        if _READING.intersection(words[:2]):
+            return [word for word in words[1:] if re.fullmatch(r"[A-Za-z_]\w*", word) and word not in _READING]
+        names = [re.split(r"[\[+=]", word)[0] for word in words if re.match(r"[A-Za-z_]\w*($|\[|\+?=)", word)]
+        return names[1:] if words[:1] and words[0] in _DECLARING else names if all(map(ASSIGNMENT.match, words)) else []
 
     def words(self, text: str) -> list[str]:
         return [word for command in self.commands(text) for word in command.words]
 
     def commands(self, text: str) -> Iterator[Command]:
         """Yield the commands in a text, without redirections and comments. Variables that are set meanwhile count."""
-        found, position, is_quoted = _Commands(text), 0, False
-        while position < len(text):
+        words, word, start, position = list[str](), "", 0, 0
+        in_word = is_quoted = skips_word = False  # skips_word: the next one is the file of a redirection
+
+        def end_word() -> None:
+            nonlocal word, in_word, skips_word
+            if in_word and not skips_word:
+                words.append(word)
+            word, in_word, skips_word = "", False, skips_word and not in_word
+
+        while position <= len(text):
             match = (_QUOTED if is_quoted else _BARE).match(text, position)
-            assert match
-            kind, part, begin, position = match.lastgroup, match[0], match.start(), match.end()
-            if kind == "quote":
-                is_quoted = not is_quoted
-                found.add("")
-            elif kind == "single":
-                found.add(part[1:-1])
-            elif kind == "escape":
-                if part[1] != "\n":
-                    found.add(part if is_quoted and part[1] not in '$`"\\' else part[1])
+            kind, part = (match.lastgroup, match[0]) if match else ("operator", "")
+            begin, position = position, match.end() if match else position + 1
+            if kind == "array" and re.fullmatch(r"\w+\+?=", word):
+                position = _end(text, begin, "(", ")")
+                words.append(array := Array(word))
+                array.items, word, in_word = self.words(text[begin + 1 : position - 1]), "", False
+            elif kind in ("operator", "array", "comment"):
+                end_word()
+                operator = "" if kind == "comment" else part.strip(" \n")
+                if words:
+                    yield Command(words, text[start:begin].strip(), operator or ";")
+                words, start = [], position
+            elif kind in ("space", "redirection"):
+                end_word()
+                skips_word = skips_word or (kind == "redirection" and "&" not in part[1:])
             elif kind == "items":
-                found.words += self._items(part[2:-1].strip("{}").removesuffix("[@]"))
+                words += self._items(part[2:-1].strip("{}").removesuffix("[@]"))
             elif kind == "expansion":
                 value, position = self._expansion(text, begin)
-                found.add_expanded(value, is_whole=is_quoted or '"' in text[begin:position])
-            elif kind == "space":
-                found.end_word()
-            elif kind == "redirection":
-                found.end_word()
-                found.skips_word = "&" not in part[1:]
-            elif kind == "array" and re.fullmatch(r"\w+\+?=", found.word or ""):
-                position = _end(text, begin, "(", ")")
-                found.add_array(self.words(text[begin + 1 : position - 1]))
-            elif kind in ("operator", "array", "comment"):
-                yield from found.end_command("" if kind == "comment" else part, begin, position)
-            elif kind == "home" and not re.fullmatch(r"(\w+=)?", found.word or ""):
-                found.add(part)
-            else:
-                found.add(mark("HOME") if kind == "home" else mark("**") if kind == "glob" else part)
-        yield from found.end_command("", len(text), len(text))
+                is_whole = is_quoted or '"' in text[begin:position]
+                for index, piece in enumerate([value] if is_whole else re.split(r"\s+", value)):
+                    if index:
+                        end_word()
+                    word, in_word = word + piece, in_word or bool(piece) or is_whole
+            elif part != "\\\n":
+                is_quoted ^= kind == "quote"
+                word, in_word = word + _literal(kind, part, is_quoted, word), True
 
     def _items(self, name: str) -> list[str]:
         value = mark("@") if name == "@" else self.values.get(name, mark(name))
@@ -233,7 +189,7 @@ class Scope:
         """Return the value of the expansion that begins at a position, and the position after it."""
         if text.startswith("$((", start):
             end = _end(text, start + 1, "(", ")")
-            return self._arithmetic(text[start + 3 : end - 2], text[start:end]), end
+            return self._sum(text[start + 3 : end - 2], text[start:end]), end
         if text[start] == "`":
             end = text.find("`", start + 1) + 1 or len(text)
             return self._unknown(text[start:end]), end
@@ -258,18 +214,17 @@ class Scope:
         value = self.values.get(name)
         if not value and default and not name.startswith("SLURM_"):
             value = " ".join(self.words(default))
-            self._doubt(name, value, "its default in the script")
-            if match[3] == "=":
-                self.values[name] = value
+            self.doubt(name, value, "its default in the script")
+            self.values |= {name: value} if match[3] == "=" else {}
         if value is None:
             return mark(f"{name}:-" if default == "" else name)
         return value if isinstance(value, str) else " ".join(value) if match[2] else value[0] if value else ""
 
-    def _arithmetic(self, inner: str, source: str) -> str:
+    def _sum(self, inner: str, source: str) -> str:
+        """Return the value of whole numbers and variables with + - * / % ( ), which bash calculates."""
         text = re.sub(r"\$?\{?([A-Za-z_]\w*)\}?", lambda found: self._parameter(found[1], found[0]), inner)
-        while match := re.search(r"\(([^()]*)\)", text):
-            text = text.replace(match[0], _sum(match[1]))
-        return _sum(text) or self._unknown(source)
+        is_known = re.fullmatch(r"[\d+*/%() -]{1,200}", text)
+        return (_calculated(text) if is_known else "") or self._unknown(source)
 
     def _unknown(self, source: str) -> str:
         known = next((name for name, text in self.sources.items() if text == source and name.startswith("VALUE")), None)
@@ -278,48 +233,56 @@ class Scope:
         return mark(name)
 
 
+@cache
+def _calculated(text: str) -> str:
+    command = ["/bin/bash", "-c", f"echo $(({text}))"]
+    return subprocess.run(command, capture_output=True, text=True, timeout=BASH_TIMEOUT_S, check=False).stdout.strip()
+
+
+def _literal(kind: str | None, part: str, is_quoted: bool, before: str) -> str:
+    """Return what a part of a word without an expansion stands for, after the beginning of the word."""
+    if kind == "quote":
+        return ""
+    if kind == "single":
+        return part[1:-1]
+    if kind == "escape":
+        return part if is_quoted and part[1] not in '$`"\\' else part[1]
+    if kind == "home" and re.fullmatch(r"(\w+=)?", before):
+        return mark("HOME")
+    return mark("**") if kind == "glob" else part
+
+
 def plain(text: str) -> str:
     """Return a text with ${NAME} for marks."""
     return MARK.sub(lambda found: f"${{{found[1]}}}", text)
 
 
-def take_options(
-    words: Sequence[str], without_value: frozenset[str], short: Mapping[str, str] | None = None
-) -> tuple[list[tuple[str, str | None]], list[str]]:
-    """Return the options at the beginning of some words, with `-` for `_` in their names, and the other words.
+def options(words: Iterable[str], short: Mapping[str, str] | None = None) -> Iterator[tuple[str, str | None]]:
+    """Yield the options in some words, with `-` for `_`, and their values; the name of a word without option is empty.
 
     Args:
-        without_value: long names and letters of options without a value, or with one after `=` only.
-        short: letter -> long name, if several letters may follow one dash.
+        short: letter -> long name, if values may follow a letter directly.
     """
-    rest, found = list(words), []
-    while rest and rest[0].startswith("-") and rest[0].strip("-"):
-        word = rest.pop(0)
-        if word.startswith("--") or short is None:
-            name, equals, value = word.lstrip("-").partition("=")
-            name = name.replace("_", "-")
-        else:
-            name, value = short.get(word[1], word[1]), word[2:].removeprefix("=")
-            equals = value
-            if name in without_value and value:
-                rest.insert(0, f"-{value}")
-                equals = ""
-        found.append((name, value if equals else None if name in without_value or not rest else rest.pop(0)))
-    return found, rest
+    name = ""
+    for word in [*words, "-"]:
+        if name and word.startswith("-"):
+            yield name, None
+        elif name or not word.startswith("-"):
+            yield name, word
+        name, equals, value = word.lstrip("-").partition("=") if word.startswith("-") else ("", "", "")
+        name = name.replace("_", "-")
+        if short is not None and name and not word.startswith("--"):
+            name, equals = short.get(word[1], word[1]), word[2:]
+            value = equals.removeprefix("=")
+        if equals:
+            yield name, value
+            name = ""
 
 
 def shown(word: str) -> str:
     """Return a word as bash reads it. What is unknown is a variable that has to be set."""
     parts = MARK.split(word)
     return "".join(_form(part) if index % 2 else part and shlex.quote(part) for index, part in enumerate(parts)) or "''"
-
-
-def _sum(text: str) -> str:
-    """Return the value of sums and products of whole numbers; empty for anything else."""
-    if not re.fullmatch(r"\s*-?\d+(\s*[-+*]\s*-?\d+)*\s*", text):
-        return ""
-    terms = re.findall(r"([-+]?)(-?\d+(?:\*-?\d+)*)", "".join(text.split()))
-    return str(sum((-1 if sign == "-" else 1) * math.prod(map(int, term.split("*"))) for sign, term in terms))
 
 
 def _form(name: str) -> str:

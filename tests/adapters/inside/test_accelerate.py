@@ -1,17 +1,16 @@
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from hpc_rl.adapters.inside import accelerate, on_path
+from hpc_rl.adapters.inside import accelerate
 from hpc_rl.adapters.inside.accelerate import Waiting
 from hpc_rl.adapters.saved import newest_saved
 from hpc_rl.run_dir import ENV_RUN_DIR, RunDir
+from tests.adapters.inside.hooked import hooked_environ
 
-REPOSITORY = Path(__file__).parents[3]
 LOOP = """
 import torch
 from accelerate import Accelerator
@@ -48,8 +47,7 @@ def test_a_checkpoint_is_recorded_when_all_ranks_have_written(tmp_path: Path, mo
 def test_the_loop_of_a_user(tmp_path: Path) -> None:
     pytest.importorskip("accelerate")
     (tmp_path / "loop.py").write_text(LOOP)
-    path = os.pathsep.join([str(Path(on_path.__path__[0])), str(REPOSITORY)])
-    environ = os.environ | {"PYTHONPATH": path, ENV_RUN_DIR: str(tmp_path), "OMP_NUM_THREADS": "1"}
+    environ = hooked_environ("accelerate", run=tmp_path)
     subprocess.run([sys.executable, "loop.py"], cwd=tmp_path, env=environ, timeout=240, check=True)
     saved = [json.loads(line) for line in (tmp_path / "saved.jsonl").read_text().splitlines()]
     assert [(one["step"], one["path"]) for one in saved] == [(2, str(tmp_path / "out/step_2"))]  # step 6 was the end

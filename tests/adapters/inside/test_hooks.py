@@ -1,19 +1,18 @@
 import os
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 
-from hpc_rl.adapters.inside import on_path
-from hpc_rl.adapters.inside.hooks import job_variables
+from hpc_rl.adapters.inside.hooks import ENV_HOOK, HOOKS, hooked
+from hpc_rl.adapters.table import ADAPTERS
+from tests.adapters.inside.hooked import hooked_environ
 
-REPOSITORY = Path(__file__).parents[3]
 
-
-def run(folder: Path, code: str, *more: str) -> str:
-    path = os.pathsep.join([str(Path(on_path.__path__[0])), str(REPOSITORY), *more])
-    environ = os.environ | {"PYTHONPATH": path}
+def run(folder: Path, code: str, *more: str, hook: str = "trainer") -> str:
+    environ = hooked_environ(hook, *more)
     done = subprocess.run(
         [sys.executable, "-c", code], cwd=folder, env=environ, capture_output=True, text=True, timeout=60, check=True
     )
@@ -33,8 +32,9 @@ def test_a_hook_runs_after_the_module_and_once(tmp_path: Path) -> None:
     (tmp_path / "lib/core.py").write_text("value = 1\n")
     (tmp_path / "hook.py").write_text("def attach(module):\n    print(module.value)\n    module.value = 2\n")
     code = (
-        "from hpc_rl.adapters.inside import hooks; import sys\n"
-        "sys.meta_path.insert(0, hooks.HookFinder({'lib.core': 'hook'}))\n"
+        "from hpc_rl.adapters import inside; from hpc_rl.adapters.inside import hooks; import sys\n"
+        "inside.__path__.append('.'); hooks.HOOKS['hook'] = ['lib.core']\n"
+        "sys.meta_path.insert(0, hooks.HookFinder('hook'))\n"
         "import lib; print('not yet'); import lib.core; import importlib.util; print(lib.core.value)\n"
         "print(importlib.util.find_spec('lib.core').name, lib.core.__loader__.path.endswith('core.py'))\n"
     )
@@ -42,8 +42,7 @@ def test_a_hook_runs_after_the_module_and_once(tmp_path: Path) -> None:
 
 
 def test_a_program_without_hpc_rl_goes_on(tmp_path: Path) -> None:
-    path = str(Path(on_path.__path__[0]))
-    environ = {"PYTHONPATH": path, "PATH": os.environ["PATH"]}
+    environ = hooked({"PATH": os.environ["PATH"]}, "trainer")
     command = [sys.executable, "-S", "-c", "import sitecustomize; print('goes on')"]
     done = subprocess.run(command, cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=60, check=True)
     assert done.stdout == "goes on\n" and "neither asked to save nor resumed" in done.stderr
@@ -54,8 +53,9 @@ def test_a_library_that_does_not_fit_is_imported_all_the_same(tmp_path: Path) ->
     (tmp_path / "hook.py").write_text("def attach(module):\n    module.absent\n")
     code = (
         "import contextlib, io, sys\n"
-        "from hpc_rl.adapters.inside import hooks\n"
-        "sys.meta_path.insert(0, hooks.HookFinder({'core': 'hook'}))\n"
+        "from hpc_rl.adapters import inside; from hpc_rl.adapters.inside import hooks\n"
+        "inside.__path__.append('.'); hooks.HOOKS['hook'] = ['core']\n"
+        "sys.meta_path.insert(0, hooks.HookFinder('hook'))\n"
         "with contextlib.redirect_stderr(io.StringIO()) as said:\n    import core\n"
         "print(core.value, 'does not fit core' in said.getvalue())\n"
     )
@@ -64,9 +64,26 @@ def test_a_library_that_does_not_fit_is_imported_all_the_same(tmp_path: Path) ->
 
 def test_another_job_that_the_program_submits_has_no_hooks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     code = "import sys; print([type(f).__name__ for f in sys.meta_path].count('HookFinder'))"
-    for name, value in job_variables({"SLURM_JOB_ID": "7"}).items():
-        monkeypatch.setenv(name, value)
     monkeypatch.setenv("SLURM_JOB_ID", "7")
+    environ = hooked_environ("trainer")
     assert run(tmp_path, code) == "1\n"
+    for name in (ENV_HOOK, "PYTHONPATH"):
+        monkeypatch.setenv(name, environ[name])
     monkeypatch.setenv("SLURM_JOB_ID", "8")
-    assert run(tmp_path, code) == "0\n"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout == "0\n"
+
+
+def test_a_library_that_the_program_only_uses_has_no_hook(tmp_path: Path) -> None:
+    (tmp_path / "transformers").mkdir()
+    for name in ("__init__", "trainer"):
+        (tmp_path / f"transformers/{name}.py").touch()
+    code = "import transformers.trainer; print('imported')"
+    assert run(tmp_path, code, str(tmp_path), hook="lightning") == "imported\n"
+    with pytest.raises(AssertionError, match=r"the adapter does not fit transformers\.trainer"):
+        run(tmp_path, code, str(tmp_path), hook="trainer")
+
+
+def test_each_adapter_has_a_row() -> None:
+    assert {row.hook for row in ADAPTERS.values()} - {""} == HOOKS.keys()
+    assert all(find_spec(f"hpc_rl.adapters.inside.{name}") for name in HOOKS)

@@ -9,7 +9,11 @@ import pytest
 
 from hpc_rl.adapters.inside import nemo_rl, openrlhf, skyrl, verl_ppo
 from hpc_rl.adapters.inside.asked import SaveOnce
+from hpc_rl.adapters.inside.run import AdaptedRun, metrics_of
+from hpc_rl.adapters.saved import Checkpoint, record_saved
 from hpc_rl.adapters.verl import ENV_CALLBACK
+from hpc_rl.run_dir import ENV_ATTEMPT_DIR, RunDir
+from hpc_rl.tracking.metrics import read_metrics
 
 
 @pytest.fixture
@@ -22,6 +26,22 @@ def module_with(**members: Any) -> ModuleType:
     module = ModuleType("library")
     vars(module).update(members)
     return module
+
+
+def test_what_is_measured_before_the_first_step_of_a_resume_removes_nothing(
+    stop: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As by an evaluation, or a checkpoint that is saved before the step has ended."""
+    monkeypatch.setenv(ENV_ATTEMPT_DIR, str(stop.parent / "attempt-1"))
+    first, later = AdaptedRun(), AdaptedRun()
+    first.end_step(1, 10)
+    first.note_saved(Checkpoint(1, str(stop.parent)), 0.1)
+    metrics_of.cache_clear()
+    later._metrics = metrics_of(later._run)
+    assert later.newest(None, "") == Checkpoint(1, str(stop.parent))
+    later.note_tested(1.0)
+    later.end_step(2, 10)
+    assert [record["step"] for record in read_metrics(stop.parent / "metrics.jsonl")] == [1, 2]
 
 
 class Own:
@@ -134,3 +154,10 @@ def test_skyrl_saves_this_step_and_makes_it_the_last(stop: Path, capsys: pytest.
     assert (control.should_save, settings.max_training_steps) == (True, 4)
     callback.on_log(trainer, step, control)
     assert capsys.readouterr().out == 'hpc-rl: step 4 of 9: {"loss": 1.0}\n'
+
+
+def test_a_checkpoint_that_this_node_does_not_have_is_named(stop: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    record_saved(RunDir(stop.parent), Checkpoint(7, "/local/of/another/node/checkpoint-7", 1, "train-0"))
+    assert AdaptedRun().newest(None, "train-1") is None and not capsys.readouterr().out
+    assert AdaptedRun().newest(None, "train-0") is None
+    assert "this run, /local/of/another/node/checkpoint-7, is not on this node" in capsys.readouterr().out

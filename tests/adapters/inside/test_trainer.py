@@ -1,7 +1,6 @@
 """The real Trainer of transformers, with a model of one weight, in processes of its own."""
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -9,12 +8,11 @@ from typing import Any
 
 import pytest
 
-from hpc_rl.adapters.inside import on_path
 from hpc_rl.adapters.inside.trainer import renamed
 from hpc_rl.errors import EXIT_STOPPED
+from tests.adapters.inside.hooked import hooked_environ
 
 pytest.importorskip("accelerate")
-REPOSITORY = Path(__file__).parents[3]
 PROGRAM = """
 import os, sys
 from pathlib import Path
@@ -49,16 +47,9 @@ def train(
     folder: Path, settings: dict[str, Any], attempt: int, stop_at: int = -1, processes: int = 1
 ) -> tuple[int, str]:
     run = folder / "run"
-    (run / f"attempt-{attempt}").mkdir(parents=True)
+    environ = hooked_environ("trainer", run=run, attempt=attempt) | {"STOP_AT": str(stop_at)}
     (run / "stop").unlink(missing_ok=True)
     (folder / "program.py").write_text(PROGRAM)
-    environ = os.environ | {
-        "PYTHONPATH": os.pathsep.join([str(Path(on_path.__path__[0])), str(REPOSITORY)]),
-        "HPC_RL_RUN_DIR": str(run),
-        "HPC_RL_ATTEMPT_DIR": str(run / f"attempt-{attempt}"),
-        "STOP_AT": str(stop_at),
-        "OMP_NUM_THREADS": "1",
-    }
     ranks = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"] if processes > 1 else []
     done = subprocess.run(
         [sys.executable, *ranks, "program.py", repr(settings)],

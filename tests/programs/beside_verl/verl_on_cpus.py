@@ -1,12 +1,10 @@
-"""CPUs for verl (VERL_USE_EXTERNAL_MODULES=verl_on_cpus VERL_PLATFORM=cpu), which waits at HOLD_AT_STEP."""
+"""CPUs for verl (VERL_USE_EXTERNAL_MODULES=verl_on_cpus VERL_PLATFORM=cpu), which holds (tests/e2e/programs.py)."""
 
-import os
-import time
 import types
 from contextlib import nullcontext
-from pathlib import Path
 
 import torch
+from holding import hold  # of the workspace
 from verl.plugin.platform.platform_base import PlatformBase
 from verl.plugin.platform.platform_manager import PlatformRegistry
 from verl.utils.tracking import Tracking
@@ -65,11 +63,8 @@ def _init_process_group(backend=None, *arguments, **settings):
 
 
 def _log_and_hold(self, data, step, *arguments, **settings):
-    """Each step of HOLD_AT_STEP holds one attempt, until it is asked to stop."""
     _log(self, data, step, *arguments, **settings)
-    stop = Path(os.environ.get("HPC_RL_RUN_DIR", ".")) / "stop"
-    while str(step) in os.environ.get("HOLD_AT_STEP", "").split(",") and not stop.exists():
-        time.sleep(0.1)
+    hold(step)
 
 
 torch.distributed.init_process_group, Tracking.log = _init_process_group, _log_and_hold

@@ -84,11 +84,11 @@ def test_gpus_of_a_node(line: str, gpus: int | None, slurm: dict[str, Any]) -> N
     ("line", "message"),
     [
         ("--array=0-3%2", "submit one run for each value"),
-        ("--export=NONE", "jobs get the variables of your shell"),
+        ("--export=NONE", "no option of hpc-rl's jobs"),
         ("--nodes=2-4", "2 is used"),
         ("--nodes=$N", "not a number"),
         ("--mem=lots", "not of a form"),
-        ("--ntasks-per-socket=2", "one task runs on each node"),
+        ("--ntasks-per-socket=2", "no option of hpc-rl's jobs"),
         ("-J 'my job'", "a name has letters"),
         ("train.py", "not of a form"),
     ],

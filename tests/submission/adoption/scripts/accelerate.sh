@@ -3,20 +3,15 @@
 #
 # Not carried over:
 # - line 16, HF_TOKEN: a secret; export it in your shell, which jobs inherit
-# - line 31, accelerate launch --config-file zero3.yaml: precision, FSDP and DeepSpeed (also those in its
-#   file) become arguments of the program, or variables ACCELERATE_* and FSDP_* in slurm.env
 #
 # Check:
-# - a line of `setup` that fails ends the job: end it with `|| true` if it may fail
-# - hpc-rl has to be installed in the environment of the program: python -m pip install hpc-rl
+# - hpc-rl has to be installed in the program's environment: python -m pip install hpc-rl
 # - MODEL is Qwen/Qwen2.5-7B here: its default in the script
-# - VALUE1: not known (`$(basename "$MODEL")`); set it in your shell, or replace it below
-# - SLURM_JOB_ID: known in the job only; replace it below
+# - VALUE1 comes from `$(basename "$MODEL")` in the script: set it in your shell, or replace it below
+# - SLURM_JOB_ID is known in the job only: set it in your shell, or replace it below
 #
 # Superfluous, because hpc-rl does it:
-# - a run is told to save, and is queued again: --signal=B:USR1@600, --requeue
-# - signals, saving and requeueing: lines 19, 22
-# - addresses, ports and ranks: line 28
+# - --signal=B:USR1@600, --requeue, lines 19, 22, 28
 
 cd /work/trl &&
 # Lines for a site profile. To use them in all jobs, move them to ~/.config/hpc-rl/site.yaml.
@@ -42,5 +37,5 @@ cache:
 END
 hpc-rl submit torchrun --site accelerate.site.yaml --job-name sft --nodes 2 --gpus-per-node 4 --mem 245760M \
     --time 12:00:00 --sbatch 'exclude=node[7-9]' \
-    -- sft.py --model_name_or_path Qwen/Qwen2.5-7B --output_dir out/"${VALUE1:?}" \
-        --run_name run-"${SLURM_JOB_ID:?}"
+    -- accelerate launch --config_file zero3.yaml sft.py --model_name_or_path Qwen/Qwen2.5-7B --output_dir out/"${VALUE1:?}" \
+    --run_name run-"${SLURM_JOB_ID:?}"

@@ -2,14 +2,12 @@
 # lightning.sbatch, adopted by hpc-rl. To see the job script first, add --dry-run after `submit torchrun`.
 #
 # Not carried over:
-# - line 8, --array=0-3: submit one run for each value; `hpc-rl sweep` is for hpc-rl's own trainers
+# - line 8, --array=0-3: no option of hpc-rl's jobs; submit one run for each value
 #
 # Check:
-# - srun started the ranks, and now torchrun does: the program has to read RANK, LOCAL_RANK and WORLD_SIZE,
-#   and not SLURM_PROCID, SLURM_LOCALID and SLURM_NTASKS
-# - a line of `setup` that fails ends the job: end it with `|| true` if it may fail
-# - hpc-rl has to be installed in the environment of the program: python3 -m pip install hpc-rl
-# - SLURM_ARRAY_TASK_ID: known in the job only; replace it below
+# - the program has to read torchrun's RANK, LOCAL_RANK and WORLD_SIZE, not SLURM_PROCID
+# - hpc-rl has to be installed in the program's environment: python3 -m pip install hpc-rl
+# - SLURM_ARRAY_TASK_ID is known in the job only: set it in your shell, or replace it below
 # - arguments of the script are arguments of these lines, too: bash FILE ARGUMENTS
 
 cd lightning &&
@@ -25,10 +23,9 @@ slurm:
   - module purge
   - module use /apps/modules
   - module load pytorch/2.6
-  - |-
-    case "${CLUSTER:-big}" in
-        big) export NCCL_IB_HCA=mlx5 ;;
-    esac
+  - case "${CLUSTER:-big}" in
+  - '    big) export NCCL_IB_HCA=mlx5 ;;'
+  - esac
   env:
     WANDB_MODE: offline
   python: python3

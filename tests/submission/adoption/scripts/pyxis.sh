@@ -9,8 +9,7 @@
 # - hpc-rl has to be installed in the image (hpc-rl image build)
 #
 # Superfluous, because hpc-rl does it:
-# - --gpus-per-node requests them: --gpus=16
-# - Ray on every node: line 7
+# - --gpus=16, lines 7
 
 # Lines for a site profile. To use them in all jobs, move them to ~/.config/hpc-rl/site.yaml.
 cat > pyxis.site.yaml <<'END' &&

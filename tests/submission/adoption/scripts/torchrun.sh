@@ -5,14 +5,10 @@
 # - line 36, #SBATCH --exclusive: sbatch ignores it too, because it is below a command
 #
 # Check:
-# - a line of `setup` that fails ends the job: end it with `|| true` if it may fail
-# - hpc-rl has to be installed in the environment of the program: python -m pip install hpc-rl
+# - hpc-rl has to be installed in the program's environment: python -m pip install hpc-rl
 #
 # Superfluous, because hpc-rl does it:
-# - logs are in the run directory: --output=logs/%x-%j.out, --error=logs/%x-%j.err
-# - threads, CPUs and GPUs of the processes: line 16
-# - the network interface (slurm.interface names another): line 17
-# - addresses, ports and ranks: lines 21-24, 26
+# - --output=logs/%x-%j.out, --error=logs/%x-%j.err, lines 16, 17, 21, 22, 23, 24, 26
 
 # Lines for a site profile. To use them in all jobs, move them to ~/.config/hpc-rl/site.yaml.
 cat > torchrun.site.yaml <<'END' &&
