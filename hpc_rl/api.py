@@ -120,10 +120,12 @@ class Run:
         return self.status()
 
     def metrics(self) -> Rows:
-        """Return one row per step, as in metrics.jsonl: `step`, `time`, and metrics such as `train/loss`."""
+        """Return one row per step, as in metrics.jsonl: `step`, `time`, and metrics such as `train/loss`. They include
+        the scores of checkpoints that other jobs have added (`hpc-rl lend --role eval`)."""
         from hpc_rl.tracking.metrics import read_metrics
+        from hpc_rl.tracking.points import with_points
 
-        return Rows(read_metrics(self._dir.metrics))
+        return Rows(with_points(read_metrics(self._dir.metrics), self._dir.path))
 
     def logs(self, node: int | None = None) -> str:
         """Return the job's log, or all logs of one node (0, 1, ...), one after the other; of very long ones the end."""

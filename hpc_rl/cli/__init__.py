@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 from typing import NoReturn
 
-from hpc_rl.cli import submit, adopt, plan, sweep, models, runs, results, config, data, cluster, image  # noqa: F401 # isort: skip - in order
+from hpc_rl.cli import submit, lend, adopt, plan, sweep, models, runs, results, config, data, cluster, image  # noqa: F401 # isort: skip - in order
 from hpc_rl.cli.app import app
 from hpc_rl.errors import EXIT_BAD_INPUT, UserError
 from hpc_rl.liveness.activity import shown_activity

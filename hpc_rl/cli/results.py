@@ -62,9 +62,10 @@ def metrics(
     from hpc_rl.runs.finding import find_run, newest_run
     from hpc_rl.tracking.formatting import learning_columns
     from hpc_rl.tracking.metrics import read_metrics, write_csv
+    from hpc_rl.tracking.points import with_points
 
     found = find_run(run or newest_run())
-    records = read_metrics(found.metrics)
+    records = with_points(read_metrics(found.metrics), found.path)
     if not records:
         raise UserError(f"run {found.name} has no metrics yet: {found.metrics} has no step")
     if csv:

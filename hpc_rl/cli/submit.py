@@ -60,6 +60,10 @@ def _at_least_1(option: typer.CallbackParam, given: int | None) -> int | None:
     return given
 
 
+def _gpus(context: typer.Context, option: typer.CallbackParam, given: int | None) -> int | None:
+    return given if given == 0 and context.info_name == "lend" else _at_least_1(option, given)
+
+
 def _nodes(option: typer.CallbackParam, given: str | None) -> str | None:
     if given is None or given == AUTO:
         return given
@@ -84,9 +88,7 @@ class SlurmFlags:
     ] = None
     gpus_per_node: Annotated[
         int | None,
-        typer.Option(
-            callback=_at_least_1, help="GPUs per node; on CPUs, processes per node (trainer.n_gpus_per_node)."
-        ),
+        typer.Option(callback=_gpus, help="GPUs per node; on CPUs, processes per node (trainer.n_gpus_per_node)."),
     ] = None
     cpus_per_task: Annotated[
         int | None, typer.Option(callback=_at_least_1, help="CPUs per node (slurm.cpus_per_task).")

@@ -6,6 +6,8 @@ from collections.abc import Sequence, Set
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from hpc_rl.formats.counted import counted
+from hpc_rl.formats.offer import LentNode, by_job
 from hpc_rl.run_dir import RunDir
 from hpc_rl.tracking.formatting import duration
 
@@ -18,6 +20,7 @@ if TYPE_CHECKING:
 GUIDE = "docs/troubleshooting.md"
 MOST_SHOWN = 300
 """Characters of a log line that are shown."""
+_MOST_LENDERS = 16
 
 
 def status_text(found: RunStatus) -> str:
@@ -28,6 +31,8 @@ def status_text(found: RunStatus) -> str:
         ("job", found.job_id or "none"),
         ("state", found.state + (f" ({found.reason})" if found.reason else "")),
     ]
+    if found.lends_to:
+        rows.append(("lends to", f"{Path(found.lends_to).name}  ({short_path(Path(found.lends_to))})"))
     if found.expected_start:
         rows.append(("expected start", found.expected_start.replace("T", " ")))
     if found.exit_code is not None:
@@ -38,6 +43,16 @@ def status_text(found: RunStatus) -> str:
         rows.append(("attempt", found.attempt))
     if found.lost_nodes:
         rows.append(("lost nodes", " ".join(found.lost_nodes)))
+    rows += [("lent nodes", lender) for lender in by_job(found.lent_nodes, _MOST_LENDERS)]
+    environments = [LentNode(at.job, at.node, at.processes, at.conversations) for at in found.lent_environments]
+    for at in by_job(environments, _MOST_LENDERS):  # processes in place of engines, conversations in place of tokens
+        processes = counted(at.engines, "environment process") if at.engines else "no environments now"
+        rows.append(("lent nodes", f"{at.name}: {processes}, {counted(at.tokens, 'conversation')}"))
+    if (auto := found.auto_lending) is not None:
+        counts = f"{counted(auto.waiting, 'lender job')} in the queue, {auto.running} running, at most {auto.most}"
+        if not auto.most:
+            counts = f"{counted(auto.waiting, 'lender job')} still in the queue; no more will be queued"
+        rows.append(("auto", counts + (f" ({auto.problem})" if auto.problem else "")))
     if found.step is not None:
         age = "" if found.step_age_s is None else f", {duration(found.step_age_s)} ago"
         rows.append(("step", f"{found.step} of {found.total_steps}{age}"))
@@ -120,7 +135,7 @@ def _jobs(job_ids: tuple[str, ...]) -> str:
 
 def runs_table(rows: Sequence[RunRow]) -> str:
     """Return one line per run. If all runs belong to one sweep, each swept key has its own column. Evaluations name the
-    model and the data."""
+    model and the data, and lenders their run."""
     keys = list(rows[0].values) if rows and all(row.sweep == rows[0].sweep for row in rows) else []
     table = [["run", *keys, "job", "state", "step", "last metric", "node hours"]]
     for row in rows:
@@ -129,9 +144,14 @@ def runs_table(rows: Sequence[RunRow]) -> str:
         step = "" if now.step is None else f"{now.step}/{now.total_steps}"
         values = [row.values.get(key, "") for key in keys]
         measured = f"{row.metric[0]} {row.metric[1]:.4g}" if row.metric else ""
-        measured = f"{measured}  {row.evaluated}".strip()
-        table.append([now.run, *values, now.job_id or "", now.state + failed, step, measured, f"{row.node_hours:.2f}"])
-    return aligned(table, right={table[0].index("step"), table[0].index("node hours")})
+        measured = f"{measured}  {row.purpose}".strip()
+        spent = f"{row.node_hours:.2f}"
+        table.append([now.run, *values, now.job_id or "", now.state + failed, step, measured, spent])
+    if any(row.lent_hours for row in rows):
+        lent = [f"{row.lent_hours:.2f}" if row.lent_hours else "" for row in rows]
+        table = [[*cells, more] for cells, more in zip(table, ["lent", *lent], strict=True)]
+    numbers = ("step", "node hours", "lent")
+    return aligned(table, right={place for place, name in enumerate(table[0]) if name in numbers})
 
 
 def aligned(rows: Sequence[Sequence[str]], right: Set[int] = frozenset()) -> str:

@@ -31,6 +31,18 @@ FillIn = Callable[[Mapping[str, Any]], Mapping[str, Any]]
 """From nested tables without the schema's defaults to dotted key -> value for keys that they leave open."""
 
 
+class IncompleteError(UserError):
+    """Required keys are missing, and nothing else is wrong."""
+
+    def __init__(self, keys: Sequence[str], example: str) -> None:
+        self.keys = keys
+        super().__init__(
+            f"{', '.join(keys)}: required, but not given\n"
+            "`hpc-rl init` writes a starter project that sets all of them; or complete the command, for example:\n"
+            f"  {example}"
+        )
+
+
 def compose(
     job: str,
     overrides: Sequence[str] = (),
@@ -148,11 +160,7 @@ def validate(
         return schema.model_validate(tree)
     except ValidationError as error:
         if example and (missing := _only_missing(schema, error)):
-            raise UserError(
-                f"{', '.join(missing)}: required, but not given\n"
-                "`hpc-rl init` writes a starter project that sets all of them; or complete the command, for example:\n"
-                f"  {example(missing)}"
-            ) from None
+            raise IncompleteError(missing, example(missing)) from None
         lines = [line for details in error.errors() for line in _problem(schema, dict(details)).splitlines()]
         raise UserError("\n".join(f"{origin(_key_in(line))}{line}" for line in lines)) from None
 

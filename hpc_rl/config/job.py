@@ -21,6 +21,9 @@ class TrainerConfig(Section):
     device: Literal["auto", "cuda", "npu", "xpu", "cpu"] = "auto"
     """Device of the processes, by torch's name: cuda (NVIDIA, and AMD with ROCm), xpu (Intel), npu (Huawei Ascend).
     auto: GPUs if the nodes have them, otherwise CPUs. cpu: the job requests no GPUs."""
+    hang_timeout_s: float = Field(3600, ge=0)
+    """If at any time after the first step of your own program a process has no heartbeat for so many seconds, the job
+    ends and is queued again once. Some adapters record heartbeats (docs/other-programs.md). 0: no limit."""
 
     @property
     def uses_gpus(self) -> bool:
@@ -58,5 +61,5 @@ class JobConfig(Section):
 
     @property
     def hang_timeout_s(self) -> float:
-        """Seconds without a heartbeat after which a process hangs; 0 for no limit. Users' programs have none."""
-        return 0.0
+        """Seconds without a heartbeat after which a process hangs; 0 for no limit."""
+        return self.trainer.hang_timeout_s

@@ -26,7 +26,7 @@ class JobKind:
     """A few words for help pages."""
     options: str
     """Module and class of its options: a JobConfig."""
-    launcher: Literal["torchrun", "ray", "doctor"] = "torchrun"
+    launcher: Literal["torchrun", "ray", "doctor", "lend"] = "torchrun"
     """What starts the processes on each node."""
     trainer: str | None = None
     """Module of this project that the node entry starts. None: the job runs the user's own program."""
@@ -80,6 +80,7 @@ _NODE_ENTRIES = {
     "torchrun": "hpc_rl.node.torchrun",
     "ray": "hpc_rl.node.ray_cluster.node",
     "doctor": "hpc_rl.node.health.check",
+    "lend": "hpc_rl.node.ray_cluster.lender",
 }
 _MODEL = "model"
 """The folder of an exported model."""
@@ -187,6 +188,14 @@ KINDS: dict[str, JobKind] = {
             options="hpc_rl.config.ray:RayJobConfig",
             needs=("ray",),
             launcher="ray",
+        ),
+        JobKind(
+            name="lend",
+            meaning="nodes for the rollouts of a run",
+            options="hpc_rl.config.lend:LendConfig",
+            needs=("ray", "torch", "transformers"),
+            launcher="lend",
+            is_internal=True,
         ),
         JobKind(
             name="doctor",

@@ -61,7 +61,7 @@ def well_typed(record: Mapping[str, Any], checks: Mapping[str, Check]) -> dict[s
 
 
 JOB: Mapping[str, Check] = {
-    **dict.fromkeys(("kind", "submitted", "host", "nodes", "working_dir", "after"), is_text),
+    **dict.fromkeys(("kind", "submitted", "host", "nodes", "working_dir", "after", "lends_to"), is_text),
     **dict.fromkeys(("pid", "start_time"), is_count),
     "job_id": is_job_id,
 }

@@ -30,6 +30,8 @@ HEARTBEATS = "heartbeats"
 SUFFIX = ".heartbeat"
 RUN = "run"
 """Phase outside of any other: the start and the end of a process."""
+PROGRAM = "program"
+"""Phase of a user's program outside of its training."""
 _BYTES = 512
 _LONGEST_NAME = 80
 
@@ -71,11 +73,12 @@ class HeartbeatWriter:
     def __reduce__(self) -> str:
         return "heart"
 
-    def begin(self, name: str, waits: bool = False) -> None:
+    def begin(self, name: str, waits: bool = False, phase: str = RUN) -> None:
         """Start recording. The process also writes its stacks from now on when the node entry asks for them.
 
         Args:
             waits: whether it waits for others, as an actor does between its calls, while it is in no phase.
+            phase: what it is in outside of any other phase.
         """
         folder = os.environ.get(ENV_HEARTBEATS)
         if not folder or threading.current_thread() is not threading.main_thread():
@@ -85,7 +88,7 @@ class HeartbeatWriter:
         flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW
         self._file = os.open(Path(folder) / f"{pid}{SUFFIX}", flags, 0o600)
         self._seen = {RUN}
-        self._write(Heartbeat(pid, name[:_LONGEST_NAME], waits=waits))
+        self._write(Heartbeat(pid, name[:_LONGEST_NAME], phase, waits=waits))
 
     def beat(self) -> None:
         """Record that the work goes on."""

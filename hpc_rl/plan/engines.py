@@ -19,6 +19,12 @@ Shapes = Mapping[str, Shape]
 """Path of a model, as in the configuration -> its shape."""
 
 
+def pool_of_engines(config: PpoConfig | GenerateConfig) -> str | None:
+    """Return the pool of a job's own engines; None if other jobs lend all of them."""
+    is_lent = isinstance(config, PpoConfig) and config.rollout.engines == "lent"
+    return None if is_lent else pool_of(config, "rollout")
+
+
 def engine_bytes(config: PpoConfig | GenerateConfig, shapes: Shapes, gpu_bytes: float, shared: bool) -> float:
     """Return what an engine takes of a GPU while it generates. An engine in the training processes takes its weights
     and, assumed, the cache of one response; another one takes a fixed part of the GPU.
@@ -50,8 +56,13 @@ def cache_of(shape: Shape, length: int, itemsize: int = COMPUTE, gpus: int = 1) 
     return found + states / gpus
 
 
-def cache_tokens(config: PpoConfig | GenerateConfig, shapes: Shapes, gpu_bytes: float) -> float | None:
+def cache_tokens(
+    config: PpoConfig | GenerateConfig, shapes: Shapes, gpu_bytes: float, is_lent: bool = False
+) -> float | None:
     """Return how many tokens of the longest sequences an engine's cache can hold; negative if its weights do not fit.
+
+    Args:
+        is_lent: whether the engine is on a GPU of another job.
 
     Returns:
         None if the engine's own arguments determine it.
@@ -60,7 +71,7 @@ def cache_tokens(config: PpoConfig | GenerateConfig, shapes: Shapes, gpu_bytes: 
     if engine_spec(config).in_process or rollout.engine_kwargs.keys() - _NEUTRAL:
         return None
     shared = any(pool_of(config, role) == pool_of(config, "rollout") for role in config.roles if role != "rollout")
-    rest = engine_bytes(config, shapes, gpu_bytes, shared) - ENGINE_BYTES
+    rest = engine_bytes(config, shapes, gpu_bytes, shared and not is_lent) - ENGINE_BYTES
     rest -= weights_of_engine(config, shape)
     longest = config.data.longest
     return rest * longest / cache_of(shape, longest, gpus=rollout.tensor_parallel_size)

@@ -16,7 +16,7 @@ from hpc_rl.config.training.finetune import FinetuneConfig
 from hpc_rl.config.training.moments import saved_by_eight_bits
 from hpc_rl.config.training.preferences import NEEDS_NO_REFERENCE, DpoConfig, RmConfig
 from hpc_rl.config.training.sharding import STATE_BYTES, auto_sharding
-from hpc_rl.plan.engines import ENGINE_BYTES, Shapes, engine_bytes, weights_of_engine
+from hpc_rl.plan.engines import ENGINE_BYTES, Shapes, engine_bytes, pool_of_engines, weights_of_engine
 from hpc_rl.plan.gpu_memory import COMPUTE, FLOAT32, Head, Parts, ShardedModel
 from hpc_rl.plan.shape import Shape
 
@@ -192,8 +192,7 @@ def _pooled_phases(config: PpoConfig | GenerateConfig, shapes: Shapes, gpu_bytes
     every = _held_by_role(config, shapes, gpu_bytes)
     for pool, sizes in pool_spec(config).items():
         held = {role: model for role, model in every.items() if pool_of(config, role) == pool}
-        engine = pool if pool_of(config, "rollout") == pool else None
-        for phase in _pool_phases(config, shapes, gpu_bytes, held, engine is not None, sum(sizes)):
+        for phase in _pool_phases(config, shapes, gpu_bytes, held, pool_of_engines(config) == pool, sum(sizes)):
             yield replace(phase, pool=pool if config.pools.spec else "")
 
 

@@ -13,12 +13,14 @@ from typing import Literal
 from hpc_rl.config.rl.generate import GenerateConfig
 from hpc_rl.config.rl.pools import pool_of
 from hpc_rl.config.rl.ppo import PpoConfig
+from hpc_rl.config.rl.rollout import engine_spec
 from hpc_rl.config.training.common import TrainingConfig
 from hpc_rl.config.training.finetune import FinetuneConfig
-from hpc_rl.plan.engines import Shapes, cache_tokens
+from hpc_rl.plan.engines import Shapes, cache_tokens, engine_bytes, pool_of_engines
 from hpc_rl.plan.gpu_memory import COMPUTE, ShardedModel
 from hpc_rl.plan.hardware import TIGHT, USABLE
 from hpc_rl.plan.memory import (
+    ENGINE,
     Phase,
     PlacedModel,
     Planned,
@@ -152,15 +154,23 @@ def plan_of(config: Planned, shapes: Shapes, gpu: float) -> Plan:
     )
 
 
+def plan_of_lent(config: PpoConfig | GenerateConfig, shapes: Shapes, gpu: float) -> Plan:
+    """Plan a GPU of a job that lends its nodes to a run, which has an engine and nothing else of the run."""
+    engine = {ENGINE: engine_bytes(config, shapes, gpu, shared=False)}
+    # One in another process takes what there is.
+    phase = Phase("generation", engine, {}) if engine_spec(config).in_process else Phase("generation", {}, engine)
+    return Plan((phase,), gpu, _engine(config, shapes, gpu, is_lent=True), 0.0, 0.0, 0.0, 0.0, 0.0)
+
+
 def fits(config: Planned, shapes: Shapes, gpu: float, host: float = math.inf) -> bool:
     """Return whether a job fits, perhaps tightly; see `Plan.fits`."""
     return plan_of(config, shapes, gpu).fits(host)
 
 
-def _engine(config: Planned, shapes: Shapes, gpu: float) -> Engine | None:
-    if not isinstance(config, PpoConfig | GenerateConfig):
+def _engine(config: Planned, shapes: Shapes, gpu: float, is_lent: bool = False) -> Engine | None:
+    if not isinstance(config, PpoConfig | GenerateConfig) or (pool_of_engines(config) is None and not is_lent):
         return None
-    cache = cache_tokens(config, shapes, gpu)
+    cache = cache_tokens(config, shapes, gpu, is_lent)
     return None if cache is None else Engine(cache, config.data.longest, config.rollout.max_num_seqs)
 
 
@@ -188,7 +198,7 @@ def _state_bytes(held: ShardedModel) -> float:
 def _host_bytes(config: Planned, trained: Sequence[PlacedModel]) -> float:
     """Return the host memory of a node: its processes, and the copies from which checkpoints are written."""
     processes = config.trainer.n_gpus_per_node
-    if isinstance(config, PpoConfig) and pool_of(config, "rollout") == pool_of(config, "actor"):
+    if isinstance(config, PpoConfig) and pool_of_engines(config) == pool_of(config, "actor"):
         processes *= 2  # an engine beside each training rank
     copies = 0.0
     if isinstance(config.trainer, TrainingConfig) and config.trainer.save_async:

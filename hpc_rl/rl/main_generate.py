@@ -14,7 +14,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from hpc_rl.config.rl.generate import GenerateConfig
+from hpc_rl.config.rl.generate import EvalConfig, GenerateConfig
 from hpc_rl.liveness.heartbeat import heart
 from hpc_rl.rl.command import run_in_driver, run_main
 from hpc_rl.run_dir import RunDir
@@ -27,17 +27,22 @@ class GenerationRunner:
     """The driver. It runs in a Ray actor; its output goes to `driver.log` in the attempt's folder."""
 
     def run(self, config: GenerateConfig, run: RunDir, logs: Path) -> int:
-        """Generate what is left, evaluate it if the job is an evaluation, and return the exit code."""
+        """Generate what is left, evaluate it if the job is an evaluation, or score the checkpoints of a run; return the
+        exit code."""
         with large_imports():
             from hpc_rl.rl.actors.cluster import driver_log
             from hpc_rl.rl.actors.process import begin, quiet_libraries
+            from hpc_rl.rl.generation.follow import follow_run
             from hpc_rl.rl.generation.run import run_generation
             from hpc_rl.tracking.page.report import report_end
 
         begin(driver_log(logs))
         heart.begin("the driver")
         quiet_libraries()
-        code = run_generation(config, run, logs)
+        if isinstance(config, EvalConfig) and config.eval.follow is not None:
+            code = follow_run(config, run, logs)
+        else:
+            code = run_generation(config, run, logs)
         if run.metrics.exists():
             print(report_end(run, code), flush=True)
         return code

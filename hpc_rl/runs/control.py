@@ -13,7 +13,7 @@ from hpc_rl.formats.counted import counted
 from hpc_rl.run_dir import RunDir
 from hpc_rl.runs.finding import named_paths
 from hpc_rl.runs.folders import ROOT
-from hpc_rl.runs.status import RunStatus, in_slurm, place_of, process_alive, status_of, statuses_of
+from hpc_rl.runs.status import CANCELLED, RunStatus, in_slurm, place_of, process_alive, status_of, statuses_of
 from hpc_rl.slurm import commands
 from hpc_rl.slurm.place import by_place
 from hpc_rl.system.files import write_atomically
@@ -181,14 +181,41 @@ def cancel_jobs(active: Sequence[RunStatus]) -> None:
             run.write_status(now.job_id, 0, "CANCELLED", None)
 
 
-def cancel_ids(jobs: Iterable[tuple[str, RunDir]], within_s: float = commands.TIMEOUT_S) -> None:
+def cancel_waiting(waiting: Sequence[RunStatus]) -> list[RunStatus]:
+    """Take jobs out of the queue, and record this in their run directories. One that has just started goes on.
+
+    Returns:
+        those that Slurm has cancelled.
+
+    Raises:
+        UserError: as `commands.cancel`, if some still wait.
+    """
+    runs, refusal = [RunDir(Path(now.run_dir)) for now in waiting], None
+    try:
+        cancel_ids([(str(now.job_id), run) for now, run in zip(waiting, runs, strict=True)], only_waiting=True)
+    except UserError as error:  # also if one of them has just ended
+        refusal = error
+    after = statuses_of(runs, commands.TIMEOUT_S)
+    gone = [now for now in after if now.state == CANCELLED]
+    for now in gone:
+        run = RunDir(Path(now.run_dir))
+        write_atomically(run.cancelled, f"{now.job_id}\n")
+        run.write_status(now.job_id, 0, CANCELLED, None)
+    if refusal is not None and any(now.state == "PENDING" or now.is_last_recorded for now in after):
+        raise refusal
+    return gone
+
+
+def cancel_ids(
+    jobs: Iterable[tuple[str, RunDir]], within_s: float = commands.TIMEOUT_S, only_waiting: bool = False
+) -> None:
     """Cancel jobs of some runs, each in its cluster.
 
     Raises:
         UserError: as `commands.cancel`.
     """
     for place, job_ids in by_place((job_id, place_of(run)) for job_id, run in jobs).items():
-        commands.cancel(*job_ids, place=place, within_s=within_s)
+        commands.cancel(*job_ids, place=place, within_s=within_s, only_waiting=only_waiting)
 
 
 def take_back(jobs: Sequence[tuple[str, RunDir]], error: BaseException) -> None:

@@ -28,6 +28,7 @@ from hpc_rl.tracking.dashboard import RunSnapshot, printable, screen
 from hpc_rl.tracking.formatting import duration, hours
 from hpc_rl.tracking.history import read_history
 from hpc_rl.tracking.metrics import MOST_STEPS, Record, completed, parse_line, read_thinned
+from hpc_rl.tracking.points import with_points
 from hpc_rl.tracking.timeline import read_timeline
 
 REFRESH_S = 1.0
@@ -111,16 +112,19 @@ class WatchedRun:
             self._interval = min(self._interval * 1.3, control.STATE_POLL_S[1])
             self._ask()
         self._read_metrics()
-        state = self.status.state if self.status.active else ""
+        phase = start_phase(self._run, self.status.state if self.status.active else "", self._run.attempts())
+        if not phase and self.status.lends_to:
+            phase = "it has no steps of its own"
         return RunSnapshot(
             name=printable(self._run.name),
             state=self.status.state,
             facts=[printable(fact) for fact in self._facts()],
-            records=self._records,
+            records=with_points(self._records, self._run.path),
             nodes=[replace(node, node=printable(node.node)) for node in self._nodes],
+            lent_nodes=[replace(node, node=printable(node.node)) for node in self.status.lent_nodes],
             log=_last_lines(Path(self.status.log)) if self.status.log else (),
             timeline=read_timeline(self._run.timeline, self._records[-1]["step"] if self._records else 0),
-            phase=start_phase(state, self._run.attempts(), self._run.config.exists()),
+            phase=printable(phase),
             explanation=self._explanation,
         )
 
@@ -137,13 +141,14 @@ class WatchedRun:
         now, attempts = self.status, self._history.attempts
         facts = [now.reason] if now.reason else []
         facts += [f"expected start {now.expected_start.replace('T', ' ')}"] if now.expected_start else []
+        facts += [f"lends to {Path(now.lends_to).name}"] if now.lends_to else []
         facts += [f"job {now.job_id}"] if now.job_id else []
         facts += [now.nodes] if now.nodes else []
         facts += [f"exit code {now.exit_code}"] if now.exit_code else []
         if attempts and attempts[-1].began and attempts[-1].ended:
             end = time.time() if now.state == "RUNNING" else attempts[-1].ended
             facts += [f"attempt {attempts[-1].number}", duration(end - attempts[-1].began)]
-            facts += [f"{hours(self._history.node_hours)} node hours"]
+            facts += [f"{hours(self._history.node_hours, self._history.lent_hours)} node hours"]
         return facts
 
     def _read_metrics(self) -> None:

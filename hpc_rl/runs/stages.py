@@ -73,16 +73,14 @@ class Stages:
         has_ended = own.get("state") in (*ENDED, STOPPED) and own.get("job_id") == current_job(self._run)
         if has_stepped or (has_ended and self._state != "PENDING"):
             return "", since
-        attempts = self._run.attempts() if has_begun else []
-        return start_phase(self._state, attempts, self._run.config.exists()), since
+        return start_phase(self._run, self._state, self._run.attempts() if has_begun else []), since
 
 
-def start_phase(state: str, attempts: Sequence[Path], trains: bool = True) -> str:
+def start_phase(run: RunDir, state: str, attempts: Sequence[Path]) -> str:
     """Describe what a run does before its first step, by the files that its attempt has so far.
 
     Args:
         state: of the run; empty if it is not active.
-        trains: whether its program is one of hpc-rl, which reports steps.
     """
     if not state:
         return ""
@@ -94,6 +92,9 @@ def start_phase(state: str, attempts: Sequence[Path], trains: bool = True) -> st
         return "running"
     if not any(name.startswith("node") for name in names):
         return "starting: the job script prepares the nodes"
+    if lends_to := run.read_job().get("lends_to"):
+        return f"its nodes help run {Path(lends_to).name}, or wait for it"
+    trains = run.config.exists()  # its program is one of hpc-rl, which reports steps
     if "node0-driver.log" in names or any("-rank" in name and name.startswith("node") for name in names):
         return "starting: the program loads model and data; waiting for the first step" if trains else "running"
     return "starting: the nodes connect to each other"

@@ -13,6 +13,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from hpc_rl.formats.auto_lending import AutoLending, needs_looks, read_auto_lending
+from hpc_rl.formats.offer import LentEnvironments, LentNode, read_lent_environments, read_lent_nodes
 from hpc_rl.run_dir import RunDir, terminated_file
 from hpc_rl.slurm import commands
 from hpc_rl.slurm.place import Place, by_place, recorded
@@ -20,6 +22,7 @@ from hpc_rl.slurm.states import ENDED, JobState
 from hpc_rl.system.disk import disk_problem
 from hpc_rl.system.files import open_regular, read_end, read_regular
 from hpc_rl.tracking.metrics import parse_line
+from hpc_rl.tracking.points import read_points
 
 _END_BYTES, _MOST_LOSSES_BYTES = 2**16, 2**20
 """Of metrics.jsonl and of lost-nodes that are read."""
@@ -58,6 +61,14 @@ class RunStatus:
     log: str | None = None
     lost_nodes: tuple[str, ...] = ()
     """Nodes that this job has lost, one entry for each time."""
+    lent_nodes: tuple[LentNode, ...] = ()
+    """The nodes that other jobs lend to the newest attempt, or have lent."""
+    lends_to: str = ""
+    """Directory of the run to which the nodes of this one are lent."""
+    lent_environments: tuple[LentEnvironments, ...] = ()
+    """Those of them that are for environments."""
+    auto_lending: AutoLending | None = None
+    """The lender jobs that the run queues itself; None if it does not."""
     disk: str = ""
     """What is free on the run directory's file system, if it is hardly anything."""
     is_last_recorded: bool = False
@@ -163,7 +174,7 @@ def _answers(job_ids: Sequence[str], place: Place, within_s: float) -> Ask:
 
 
 def _status(run: RunDir, job_id: str | None, job: Mapping[str, Any], ask: Ask, disk: str) -> RunStatus:
-    latest = _last_metrics(run.metrics)
+    latest, newest = _last_metrics(run), run.attempts()[-1:]
     fields = _job_fields(run, job_id, job, ask)
     if fields["state"] == CANCELLED and not fields.get("reason"):
         fields["reason"] = _canceller(run, job_id, None)
@@ -179,6 +190,10 @@ def _status(run: RunDir, job_id: str | None, job: Mapping[str, Any], ask: Ask, d
         metrics=latest,
         log=str(job_log(run, job_id)) if job_id else None,
         lost_nodes=lost_nodes(run, job_id),
+        lends_to=job.get("lends_to", ""),
+        lent_nodes=tuple(node for attempt in newest for node in read_lent_nodes(attempt)),
+        lent_environments=tuple(node for attempt in newest for node in read_lent_environments(attempt)),
+        auto_lending=read_auto_lending(run.path) if needs_looks(run.path) else None,
         disk=disk,
     )
 
@@ -291,12 +306,15 @@ def _age_s(path: Path) -> float | None:
         return None
 
 
-def _last_metrics(path: Path) -> dict[str, Any]:
-    """Return the record of the last step, which may have several lines; the last line may be half-written."""
-    lines = read_end(path, _END_BYTES).decode(errors="replace").splitlines()
+def _last_metrics(run: RunDir) -> dict[str, Any]:
+    """Return the record of the last step, which may have several lines, with the scores of the last checkpoint that
+    has some; the last line may be half-written."""
+    lines = read_end(run.metrics, _END_BYTES).decode(errors="replace").splitlines()
     latest: dict[str, Any] = {}
     for record in filter(None, map(parse_line, reversed(lines))):
         if latest and record["step"] != latest["step"]:
             break
         latest = {**record, **latest}
-    return latest
+    points = read_points(run.path) if latest else {}
+    newest = max((step for step in points if step <= latest["step"]), default=None)
+    return latest if newest is None else {**points[newest], **latest}

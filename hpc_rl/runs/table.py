@@ -25,7 +25,7 @@ _SHOWN = ("eval/score", "val/score", "critic/score/mean", "generate/score", "val
 """The table shows the first of these metrics in a run's last record."""
 MOST_ENDED = 100
 """The most runs that have ended in a table of recent runs."""
-COLUMNS = ("run", "job", "state", "step", "metric", "hours", "submitted", "kind", "sweep")
+COLUMNS = ("run", "job", "state", "step", "metric", "hours", "lent", "submitted", "kind", "sweep")
 """Columns to sort by, besides metrics (val/loss) and swept keys (optim.lr)."""
 
 
@@ -41,6 +41,8 @@ class RunRow:
     sweep: str | None
     values: dict[str, str]
     """The values that the sweep set: dotted key -> value."""
+    lent_hours: float = 0.0
+    """Node hours that other jobs lent. They are in the rows of these jobs."""
 
     @property
     def metric(self) -> tuple[str, float] | None:
@@ -70,6 +72,7 @@ class RunRow:
             "step": self.status.step,
             "metric": self.metric[1] if self.metric else None,
             "hours": self.node_hours,
+            "lent": self.lent_hours,
             "submitted": self.submitted,
             "kind": self.kind,
             "sweep": self.sweep,
@@ -77,8 +80,10 @@ class RunRow:
         return {**self.options, **self.values, **self.status.metrics, **own}
 
     @property
-    def evaluated(self) -> str:
-        """The model and the data of an evaluation, in short; empty for other runs."""
+    def purpose(self) -> str:
+        """The model and the data of an evaluation, or the run of a lender, in short; empty for other runs."""
+        if self.status.lends_to:
+            return f"lends to {Path(self.status.lends_to).name}"
         model, files = self.options.get("model.path"), self.options.get("data.files")
         if self.kind != "eval" or not isinstance(model, str) or not isinstance(files, list):
             return ""
@@ -86,7 +91,8 @@ class RunRow:
 
     def as_dict(self) -> dict[str, Any]:
         own = {"kind": self.kind, "submitted": self.submitted, "node_hours": round(self.node_hours, 4)}
-        return {**asdict(self.status), **own, "sweep": self.sweep, "values": self.values}
+        lent = {"lent_node_hours": round(self.lent_hours, 4)}
+        return {**asdict(self.status), **own, **lent, "sweep": self.sweep, "values": self.values}
 
 
 def find_rows(target: str | None, recent: bool = False) -> tuple[list[RunRow], int]:
@@ -201,5 +207,6 @@ def _rows(found: Sequence[RunDir]) -> list[RunRow]:
         job = run.read_job()
         kind, submitted = str(job.get("kind", "")), str(job.get("submitted", ""))
         sweep = run.path.parent.name if run.path in points else None
-        rows.append(RunRow(status, kind, submitted, read_history(run).node_hours, sweep, points.get(run.path, {})))
+        history, values = read_history(run), points.get(run.path, {})
+        rows.append(RunRow(status, kind, submitted, history.node_hours, sweep, values, history.lent_hours))
     return rows

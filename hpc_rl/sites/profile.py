@@ -25,6 +25,7 @@ from hpc_rl.config.groups import folders as config_folders
 from hpc_rl.config.job import JobConfig
 from hpc_rl.config.keys import documented_keys, find_annotation, nearest
 from hpc_rl.config.kinds import KINDS
+from hpc_rl.config.lend import LendSection
 from hpc_rl.config.ray import RayConfig
 from hpc_rl.config.references import expanded_path
 from hpc_rl.config.training.common import TrainingConfig
@@ -53,11 +54,12 @@ _SECTIONS: dict[str, type[BaseModel]] = {
     name: section
     for name, field in JobConfig.model_fields.items()
     if isinstance(section := field.annotation, type) and issubclass(section, BaseModel)
-} | {"trainer": TrainingConfig, "ray": RayConfig}
+} | {"trainer": TrainingConfig, "ray": RayConfig, "lend": LendSection}
 """Section of a profile -> its schema."""
 _PICKED = {
     "trainer": ("n_gpus_per_node", "device", "logger", "project_name", "wandb_mode", "wandb_proxy"),
     "ray": ("dashboard", "object_store_gb", "first_port"),
+    "lend": ("auto_most", "auto_at_a_time", "auto_look_s"),
 }
 """Sections of which a profile may set only these keys. The other keys belong to a job."""
 

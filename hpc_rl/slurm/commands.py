@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import time
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 
 from hpc_rl.errors import UserError
 from hpc_rl.liveness.activity import doing
@@ -134,14 +135,32 @@ def attach_argv(job_id: str, place: Place, node: str, command: Sequence[str], te
     ]
 
 
-def cancel(*job_ids: str, place: Place, within_s: float = TIMEOUT_S) -> None:
+def job_of_log(folder: Path, place: Place) -> str | None:
+    """Return the id of this user's job whose log is in a folder; None if the controller has no record of one.
+
+    The name of a job may be that of others too.
+
+    Raises:
+        NoAnswer: the controller does not answer.
+    """
+    listed = _asked(_SQUEUE_LOGS, time.monotonic() + TIMEOUT_S, place)
+    folders = {folder, Path(str(folder).replace("%", "%%"))}  # some versions show the pattern of --output
+    found = [[field.strip() for field in line.split("|")] for line in listed.splitlines() if "|" in line]
+    return next((job_id for job_id, log, *_ in found if Path(log).parent in folders), None)
+
+
+def cancel(*job_ids: str, place: Place, within_s: float = TIMEOUT_S, only_waiting: bool = False) -> None:
     """Cancel jobs of one cluster.
+
+    Args:
+        only_waiting: whether jobs that have started go on.
 
     Raises:
         UserError: scancel failed, or took longer than `within_s` seconds. The message is that of scancel.
     """
     try:
-        result = _run(["scancel", *job_ids], time.monotonic() + within_s, place)
+        states = ["--state=PENDING"] if only_waiting else []
+        result = _run(["scancel", *states, *job_ids], time.monotonic() + within_s, place)
     except NoAnswer as error:
         ids = f"job {job_ids[0]}" if len(job_ids) == 1 else f"{len(job_ids)} jobs"
         raise UserError(f"{error}, so {ids} may or may not be cancelled: look again with hpc-rl status") from error
@@ -267,6 +286,7 @@ _SQUEUE = [
     "JobArrayID:40|,State:30|,NodeList:400|,Reason:100|,StartTime:30|",
     "-j",
 ]
+_SQUEUE_LOGS = ["squeue", "-h", "--me", "-t", "all", "-O", "JobID:40|,StdOut:4096|"]
 
 
 _SILENT_ACCOUNTS = "Slurm does not answer: the controller has forgotten the job, and sacct took too long"

@@ -1,4 +1,4 @@
-"""Job states. Pure functions that parse the output of sacct, squeue and scontrol."""
+"""Job states. Pure functions that parse the output of sacct, squeue and scontrol, and the end that a job recorded."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from hpc_rl.run_dir import UNFINISHED, RunDir
 from hpc_rl.slurm.allocation import expand_hostlist
 
 NOT_STARTED = "Slurm could not start the job's script: usually its log or its folder cannot be opened on the node"
@@ -207,3 +208,12 @@ def exit_code_of(text: str) -> int | None:
 
 def _is_signal(number: int) -> bool:
     return number < 32  # Slurm uses real-time signals and higher numbers for its own failures: 53, 125
+
+
+def end_of(run: RunDir) -> str | None:
+    """Return the state in which a run has ended; None if it goes on, waits in the queue or has not started. Slurm is
+    not asked."""
+    own = run.read_status()
+    state: str | None = own.get("state")
+    is_newest = own.get("job_id") == run.read_job().get("job_id")
+    return state if is_newest and state not in (None, *UNFINISHED) and run.holder() is None else None

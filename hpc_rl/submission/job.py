@@ -8,6 +8,7 @@ from functools import cached_property
 from pathlib import Path
 
 from hpc_rl.adapters.adapter import Adapter
+from hpc_rl.adapters.prefixes import plain
 from hpc_rl.adapters.program import Program
 from hpc_rl.adapters.table import choose
 from hpc_rl.config.compose import dump
@@ -32,7 +33,7 @@ class Job:
     working_dir: Path
     """Folder that relative paths refer to, also on the nodes."""
     program: tuple[str, ...] = ()
-    """The user's own program and its arguments, if the kind takes one."""
+    """The user's own program and its arguments, if the kind takes one, without its launcher."""
     after: After | None = None
     """Jobs that have to complete first. They are options on sbatch's command line, so that the script can be reused."""
     command: tuple[str, ...] = ()
@@ -45,6 +46,8 @@ class Job:
     """Further entries of job.json."""
     note: str = ""
     """A sentence about what was chosen for the user when the job was planned."""
+    typed: tuple[str, ...] = ()
+    """The words of the program as they were typed; empty if they are not known."""
 
     @property
     def coming(self) -> frozenset[Path]:
@@ -95,7 +98,7 @@ class Job:
     @cached_property
     def adapted(self) -> Program:
         """The user's own program."""
-        return Program(self.program, self.working_dir)
+        return plain(Program(self.program, self.working_dir))
 
     @cached_property
     def adapter(self) -> Adapter:

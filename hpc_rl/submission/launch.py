@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
+from contextlib import chdir
 from dataclasses import replace
 
 from hpc_rl.adapters.table import description
@@ -63,7 +64,8 @@ def notes_on(jobs: Sequence[Job], local: bool = False) -> list[str]:
     Raises:
         UserError: all problems, a line each.
     """
-    found = check(*jobs, local=local)
+    with chdir(jobs[0].working_dir):  # that of a lender is its run's
+        found = check(*jobs, local=local)
     chosen = dict.fromkeys(job.note for job in jobs if job.note)
     return [*found, *chosen, *(line for job in jobs for line in resumed(job))]
 

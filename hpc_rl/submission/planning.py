@@ -22,7 +22,7 @@ from hpc_rl.plan.advice import MOST_NODES, advise, fewest, more_nodes, words
 from hpc_rl.plan.duration import Duration, gpus_of, items_of
 from hpc_rl.plan.hardware import gpu_bytes
 from hpc_rl.plan.memory import Planned, models_of
-from hpc_rl.plan.plan import Plan, plan_of
+from hpc_rl.plan.plan import Plan, plan_of, plan_of_lent
 from hpc_rl.plan.rows import MICRO_TOKENS, is_auto
 from hpc_rl.plan.shape import Shape, shape_of
 from hpc_rl.plan.text import arithmetic, gigabytes, problem, remedies, rows_text
@@ -163,6 +163,38 @@ def check_fit(found: JobPlan, size: str, force: bool = False, granted: float | N
         "`hpc-rl plan` shows the phases; --force submits the job anyway",
     ]
     raise UserError("\n".join(lines))
+
+
+def check_lent(run: str, config: PpoConfig | GenerateConfig, slurm: SlurmConfig) -> str:
+    """Check that a GPU of a job that lends nodes to a run can hold an engine of the run.
+
+    Args:
+        config: of the run, or of the job if that scores the run's checkpoints.
+        slurm: settings of the job.
+
+    Returns:
+        A sentence for the user about engines that may not fit; empty if they do, or if nothing is known.
+
+    Raises:
+        UserError: they do not fit.
+    """
+    gpu = gpu_memory(slurm)
+    if planned_part(config) is None or gpu is None:
+        return ""
+    try:
+        shape = shapes_of(config, ask_hub=False)[config.model.path]
+    except UserError:
+        return ""  # as in `plan_of_job`
+    plan = plan_of_lent(config, {config.model.path: shape}, gpu.bytes)
+    if plan.fits():
+        return ""
+    if shape.notes:
+        return f"engines of run {run} may not fit into these GPUs: {problem(plan)}. {' '.join(shape.notes)}"
+    raise UserError(
+        f"GPUs of {gigabytes(gpu.bytes)} GB (memory of {gpu.source}) cannot hold an engine of run {run}: "
+        f"{problem(plan)}. Choose GPUs with more memory, such as those of another partition (--partition) or type "
+        "(slurm.gpu_type)"
+    )
 
 
 def check_host(found: JobPlan, granted: float | None, force: bool = False) -> list[str]:

@@ -11,8 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from hpc_rl.adapters.launchers import without_launcher
+from hpc_rl.adapters.prefixes import plain
 from hpc_rl.adapters.program import Program
-from hpc_rl.adapters.table import choose
+from hpc_rl.adapters.table import choose, started
 from hpc_rl.config.compose import FillIn, compose, load_config
 from hpc_rl.config.job import JobConfig
 from hpc_rl.config.kinds import KINDS
@@ -135,11 +136,11 @@ def job_of(request: JobRequest, config: JobConfig, taken: frozenset[str], device
     run_dir = RunDir(_possible(path.absolute()))
     typed = Program(request.program)
     if request.kind == "torchrun":
-        typed = without_launcher(typed)
+        typed = without_launcher(plain(typed))
     adapter = choose(config.slurm.adapter, request.kind, typed)
     return Job(
-        request.kind, config, run_dir, Path.cwd(), tuple(adapter.command(typed)), after, request.command, is_named,
-        nodes=devices.nodes, note=devices.note,
+        request.kind, config, run_dir, Path.cwd(), started(adapter, typed), after, request.command, is_named,
+        nodes=devices.nodes, note=devices.note, typed=request.program,
     )  # fmt: skip
 
 

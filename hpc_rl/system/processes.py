@@ -11,7 +11,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from types import FrameType
@@ -36,10 +36,14 @@ def adopt_orphans() -> None:
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 
-def end_descendants(timeout_s: float = 5.0) -> None:
-    """Kill every process below this one. Call it after the known children have ended."""
+def end_descendants(timeout_s: float = 5.0, kept: Collection[int] = ()) -> None:
+    """Kill every process below this one. Call it after the known children have ended.
+
+    Args:
+        kept: ids of processes that stay.
+    """
     deadline = time.monotonic() + timeout_s
-    while (found := list(descendants(os.getpid()))) and time.monotonic() < deadline:
+    while (found := set(descendants(os.getpid())).difference(kept)) and time.monotonic() < deadline:
         for pid in found:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.kill(pid, signal.SIGKILL)

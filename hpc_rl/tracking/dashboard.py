@@ -12,6 +12,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from hpc_rl.formats.offer import LentNode, by_job
 from hpc_rl.formats.usage import NodeUsage, UsageSample
 from hpc_rl.liveness.shown_text import shown
 from hpc_rl.tracking.formatting import number, rates
@@ -35,12 +36,14 @@ CURVES = (
     ("train/lr", "learning rate", ""),
     ("actor/lr", "learning rate", ""),
     ("perf/tokens_per_s", "throughput", "tokens/s"),
+    ("rollout/lent_share", "by lent engines", "of tokens"),
 )
 """(metric, name, unit), the most telling first."""
 _FEWEST_CURVES = 2
 _LINES_BESIDES = 12
 """Lines of a small screen that curves leave to the other parts."""
 _MOST_NODES = 16
+_MOST_LENDERS = 4
 _LEAST_TIMELINE = 45
 """Columns of a terminal that shows the timeline: the names of phases, a short bar and seconds."""
 _FEWEST_LOG_LINES = 4
@@ -67,6 +70,8 @@ class RunSnapshot:
     """What the run does before its first step."""
     explanation: Sequence[str] = ()
     """Why the run failed; empty for a run that has not."""
+    lent_nodes: Sequence[LentNode] = ()
+    """Nodes of other jobs, in the newest attempt."""
 
 
 def screen(now: RunSnapshot, width: int, height: int) -> RenderableType:
@@ -90,6 +95,10 @@ def screen(now: RunSnapshot, width: int, height: int) -> RenderableType:
         shown = now.nodes[: max(1, min(_MOST_NODES, height - used - 6))]
         parts += [Text(), _nodes(shown, len(now.nodes) - len(shown), width)]
         used += 2 + len(shown) + (len(shown) < len(now.nodes))
+    if lenders := by_job(now.lent_nodes, _MOST_LENDERS):
+        text = Text("\n".join(f"lent  {lender}" for lender in lenders), overflow="ellipsis", no_wrap=True)
+        parts += [Text(), text]
+        used += 1 + len(lenders)
     timeline = now.timeline if width >= _LEAST_TIMELINE else None
     if timeline and timeline.phases and height - used - 5 - len(timeline.phases) >= _FEWEST_LOG_LINES:
         parts += [Text(), _timeline(timeline, width)]
@@ -166,9 +175,10 @@ def _nodes(nodes: Sequence[NodeUsage], hidden: int, width: int) -> Table:
 
 def _timeline(timeline: Timeline, width: int) -> Table:
     grid = Table.grid(padding=(0, 2))
-    bar = max(10, min(60, width - 30))
+    phases = rows(timeline)
+    bar = max(10, min(60, width - 13 - max(len(row.name) for row in phases)))
     grid.add_row(Text(f"step {timeline.step:,}", style="dim"), Text(f"0{timeline.length:>{bar - 1}}", style="dim"))
-    for row, spans in zip(rows(timeline), timeline.phases.values(), strict=True):
+    for row, spans in zip(phases, timeline.phases.values(), strict=True):
         touched = cells(spans, timeline.seconds, bar)
         marks = [("━", "cyan") if is_busy else ("─", "bright_black") for is_busy in touched]
         grid.add_row(Text(row.name, style="dim"), Text.assemble(*marks), Text(f"{row.seconds} s", justify="right"))

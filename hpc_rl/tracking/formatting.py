@@ -28,8 +28,10 @@ def duration(seconds: float) -> str:
     return f"{hour}:{minute:02}:{second:02}" if hour else f"{minute}:{second:02}"
 
 
-def hours(amount: float) -> str:
-    """Format node hours: 0.054, 0.31, 12.5."""
+def hours(amount: float, lent: float = 0.0) -> str:
+    """Format node hours: 0.054, 0.31, 12.5; with those that other jobs lent, 12.5 + 3.40 lent."""
+    if lent:
+        return f"{hours(amount)} + {hours(lent)} lent"
     return f"{amount:.1f}" if amount >= 10 else f"{amount:.2f}" if amount >= 0.1 else f"{amount:.3f}"
 
 

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from hpc_rl.errors import EXIT_STOPPED
+from hpc_rl.formats.offer import LentNode, read_lent_nodes
 from hpc_rl.formats.usage import NodeUsage, read_spans
 from hpc_rl.run_dir import RunDir
 from hpc_rl.slurm.accounting import JobStart
@@ -41,6 +42,13 @@ class Attempt:
     """Unix seconds of the last line that it wrote."""
     nodes: int
     node_hours: float
+    lent: tuple[LentNode, ...] = ()
+    """Nodes of other jobs, which are in no other number."""
+
+    @property
+    def lent_hours(self) -> float:
+        """Node hours of other jobs: for as long as their nodes took part."""
+        return sum(node.hours(self.ended or 0.0) for node in self.lent)
 
     @property
     def is_open(self) -> bool:
@@ -67,6 +75,10 @@ class History:
     def node_hours(self) -> float:
         return sum(attempt.node_hours for attempt in self.attempts)
 
+    @property
+    def lent_hours(self) -> float:
+        return sum(attempt.lent_hours for attempt in self.attempts)
+
 
 def read_history(run: RunDir) -> History:
     """Read a run's history from its directory: status.json, and the first and last line of each node's usage file."""
@@ -83,7 +95,8 @@ def read_history(run: RunDir) -> History:
         exit_code, state = _ending(nodes, own, again)
         began, ended, count = _span(folder, nodes)
         hours = sum(node.hours for node in nodes) if nodes else count * ((ended or 0) - (began or 0)) / 3600
-        attempts.append(Attempt(number, job_id, state, exit_code, began, ended, count, hours))
+        lent = tuple(read_lent_nodes(folder))
+        attempts.append(Attempt(number, job_id, state, exit_code, began, ended, count, hours, lent))
     return History(tuple(attempts))
 
 

@@ -16,6 +16,7 @@ from hpc_rl.tracking.history import History, read_history
 from hpc_rl.tracking.metrics import MOST_STEPS, Record, read_thinned
 from hpc_rl.tracking.page.plot import Point
 from hpc_rl.tracking.planned import Expected, read_expected
+from hpc_rl.tracking.points import with_points
 from hpc_rl.tracking.samples import TextSample, read_samples
 from hpc_rl.tracking.timeline import Timeline, read_timeline
 
@@ -70,7 +71,7 @@ class RecordedRun:
 def read_run(run: RunDir) -> RecordedRun:
     """Read a run; what is missing in its directory is empty."""
     metrics = read_thinned(run.metrics, MOST_STEPS)
-    records = metrics.records
+    records = with_points(metrics.records, run.path)
     return RecordedRun(
         name=run.name,
         records=records,

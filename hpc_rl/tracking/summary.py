@@ -9,11 +9,14 @@ from dataclasses import dataclass
 from statistics import median
 
 from hpc_rl.formats.counted import counted
+from hpc_rl.formats.offer import LentNode, by_job
 from hpc_rl.tracking.formatting import duration, hours, number
 from hpc_rl.tracking.history import Attempt, History, tone
 from hpc_rl.tracking.page.plot import Point
 from hpc_rl.tracking.recorded import RecordedRun
 
+_MOST_LENDERS = 10
+"""Of an attempt. The others are one row."""
 _OF_ALL_RESPONSES = ("generate/score", "eval/score")
 """Metrics whose last value is the result of the run."""
 RESULTS = {
@@ -56,6 +59,8 @@ class AttemptRow:
     hours: str
     end: str
     tone: str
+    lent: list[list[str]]
+    """Jobs that lent nodes to it: cells of a table."""
 
 
 @dataclass(frozen=True)
@@ -122,7 +127,7 @@ def run_summary(run: RecordedRun) -> RunSummary:
         attempts=[_row(attempt) for attempt in history.attempts],
         track=_track(history.attempts),
         history_total=attempts + requeued,
-        node_hours=hours(history.node_hours),
+        node_hours=hours(history.node_hours, history.lent_hours),
     )
 
 
@@ -141,7 +146,7 @@ def _facts(run: RecordedRun) -> list[str]:
 def _job_facts(history: History) -> list[str]:
     if not history.attempts:
         return []
-    facts = [f"{hours(history.node_hours)} node hours"]
+    facts = [f"{hours(history.node_hours, history.lent_hours)} node hours"]
     return [f"{len(history.attempts)} attempts", *facts] if len(history.attempts) > 1 else facts
 
 
@@ -184,10 +189,17 @@ def _row(attempt: Attempt) -> AttemptRow:
         began="–" if attempt.began is None else _clock(attempt.began),
         took=took,
         nodes=attempt.nodes,
-        hours=hours(attempt.node_hours),
+        hours=hours(attempt.node_hours, attempt.lent_hours),
         end=attempt.state + (f" (exit code {attempt.exit_code})" if attempt.exit_code else ""),
         tone=tone(attempt.state),
+        lent=[_lent(job, attempt.state) for job in by_job(attempt.lent, _MOST_LENDERS)],
     )
+
+
+def _lent(job: LentNode, state: str) -> list[str]:
+    """Return who lent nodes to an attempt, from when to when, and with how many engines, tokens and their share."""
+    left = _clock(job.left) if job.left is not None else "now" if state == "RUNNING" else "the end"
+    return [job.name, _clock(job.joined), left, str(job.places), f"{job.tokens:,}", f"{job.share:.0%}"]
 
 
 def _track(attempts: Sequence[Attempt]) -> list[Bar]:

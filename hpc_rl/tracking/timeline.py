@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import cycle
@@ -42,6 +43,11 @@ PHASES = {
 }
 """Phase, as in timing_s/PHASE -> its name, and the index of its colour. The order is that of a step. Phases of a run
 have different colours."""
+LENT_BY = "gen/"
+"""Beginning of the phases in which engines of other jobs generated. `job 41` or `12 jobs` follows."""
+_LENDER = re.compile(rf"{LENT_BY}(job (?a:\w[\w.+-]{{0,63}})|\d{{1,9}} jobs)")
+_MOST_LENDERS = 4
+"""More jobs than that are one phase."""
 COLOURS = 16
 """Of areas and lines, as page/style.css and page/script.js have them."""
 OTHER_COLOUR = 15
@@ -97,7 +103,12 @@ def new_timeline(step: int, seconds: float, phases: Mapping[str, Sequence[Span]]
     Args:
         phases: spans in any order, which may overlap, or begin before the step.
     """
-    found = {phase: _joined(_within(phases[phase], seconds)) for phase in PHASES if phase in phases}
+    lent = sorted(filter(_LENDER.fullmatch, phases), key=lambda phase: (len(phase), phase))
+    if len(lent) > _MOST_LENDERS:
+        every = f"{LENT_BY}{len(lent)} jobs"
+        phases, lent = {**phases, every: [span for phase in lent for span in phases[phase]]}, [every]
+    ordered = ["gen", *lent, *(phase for phase in PHASES if phase != "gen")]
+    found = {phase: _joined(_within(phases[phase], seconds)) for phase in ordered if phase in phases}
     return Timeline(step, round(seconds, 3), {phase: spans for phase, spans in found.items() if spans})
 
 
@@ -131,7 +142,7 @@ def rows(timeline: Timeline) -> list[PhaseRow]:
     scale = 100 / max(timeline.seconds, 1e-3)
     return [
         PhaseRow(
-            *PHASES[phase],
+            *(PHASES.get(phase) or (f"lent by {phase.removeprefix(LENT_BY)}", PHASES["gen"][1])),
             [(round(start * scale, 2), round((end - start) * scale, 2)) for start, end in spans],
             number(round(sum(end - start for start, end in spans), 2)),
             ", ".join(f"{number(round(start, 2))} to {number(round(end, 2))} s" for start, end in spans),

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from hashlib import blake2b
 from typing import ClassVar, Literal
 
 from pydantic import Field, ValidationInfo, field_validator
 
-from hpc_rl.config.base import Section, SomeFiles
+from hpc_rl.config.base import Path, Section, SomeFiles
+from hpc_rl.config.lend import WaitSection
 from hpc_rl.config.ray import RayJobConfig
 from hpc_rl.config.rl.environment import EnvironmentConfig
 from hpc_rl.config.rl.pools import PoolsConfig, Role, pool_problems
 from hpc_rl.config.rl.prompts import PromptConfig
 from hpc_rl.config.rl.reward import OptionalRewardConfig, require_reward
-from hpc_rl.config.rl.rollout import EngineConfig, engine_problems
+from hpc_rl.config.rl.rollout import EngineConfig, engine_problems, sync_problems
 from hpc_rl.config.training.common import MicroTokens, ModelSource, Offload, RecordedConfig, Sharding
 
 
@@ -182,11 +184,38 @@ class EvalRolloutConfig(GenerateRolloutConfig):
 class EvalScoreConfig(Section):
     correct: float = 1.0
     """Lowest score of a correct response, for pass@k and maj@k."""
+    follow: Path | None = None
+    """Directory of a run whose checkpoints are scored while it trains; model.path is then the model from which it
+    started. `hpc-rl lend --role eval` sets it. null: model.path is scored."""
+
+
+_OF_SPEED = {"workers", "timeout_s"}
 
 
 class EvalConfig(GenerateConfig):
     rollout: EvalRolloutConfig = EvalRolloutConfig()
     eval: EvalScoreConfig = EvalScoreConfig()
+    lend: WaitSection = WaitSection()
+
+    @property
+    def identity(self) -> str:
+        """A few digits for what is scored and how: scores of other data, sampling or rewards have others."""
+        sampling = ("n", "temperature", "top_p", "top_k")
+        parts = (
+            self.data.model_dump_json(),
+            self.rollout.model_dump_json(include={*sampling}),
+            self.reward.model_dump_json(exclude=_OF_SPEED),
+            self.environment.model_dump_json(exclude=_OF_SPEED),
+            f"{self.eval.correct} {self.trainer.seed}",
+        )
+        return blake2b("\n".join(parts).encode(), digest_size=4).hexdigest()
+
+    def problems(self) -> Iterator[str]:
+        yield from super().problems()
+        if self.eval.follow is not None:
+            yield from sync_problems(self)
+        elif self.lend != WaitSection():
+            yield "lend.wait_s is for an evaluation during training: set eval.follow, or remove it"
 
     @property
     def needs_scores(self) -> bool:

@@ -146,6 +146,7 @@ class PpoConfig(RayJobConfig):
         yield from sync_problems(self)
         yield from self._group_problems()
         yield from self._lora_problems()
+        yield from self._lent_problems()
         yield from self._staleness_problems()
         if self.agent.is_used and self.environment.is_used:
             own = "environment.name" if self.environment.name is not None else "environment.tools"
@@ -240,6 +241,16 @@ class PpoConfig(RayJobConfig):
                 "lower it"
             )
 
+    def _lent_problems(self) -> Iterator[str]:
+        """Yield a message for an option of own engines, if all engines are lent ones."""
+        if self.rollout.engines == "own":
+            return
+        if "rollout" in self.pools.roles:
+            yield (
+                f"pools.roles.rollout={self.pools.roles['rollout']} with rollout.engines=lent: the job has no engines "
+                "for a pool; remove one of the two"
+            )
+
     def _staleness_problems(self) -> Iterator[str]:
         rollout, staleness = self.rollout, self.rollout.staleness
         if not staleness:
@@ -250,7 +261,8 @@ class PpoConfig(RayJobConfig):
                 )
             return
         pool = pool_of(self, "rollout")
-        if others := [role for role in self.roles if role != "rollout" and pool_of(self, role) == pool]:
+        others = [role for role in self.roles if role != "rollout" and pool_of(self, role) == pool]
+        if others and rollout.engines == "own":
             yield self._shares_engines(pool, others)
         truncates = rollout.top_p < 1 or rollout.top_k > 0
         scaled = engine_spec(self).truncates_scaled and rollout.temperature != 1

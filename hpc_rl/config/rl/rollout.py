@@ -72,6 +72,11 @@ class EngineConfig(Section):
 
 class RolloutConfig(EngineConfig):
     val: ValSamplingConfig = ValSamplingConfig()
+    engines: Literal["own", "lent"] = "own"
+    """Which engines generate. own: those of the job, and those that other jobs lend (`hpc-rl lend`). lent: the job has
+    none of its own, and waits for lenders."""
+    lent_stall_s: float = Field(60, gt=0)
+    """A lent engine that does not answer for so many seconds is ended, and others repeat its requests."""
     staleness: int = Field(0, ge=0)
     """Largest number of steps by which responses may be older than the step that trains on them. 0: a step generates
     its responses with its own weights. 1: the responses of the next step are generated while a step is trained. With

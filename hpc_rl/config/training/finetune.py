@@ -61,10 +61,6 @@ class FinetuneConfig(JobConfig):
     trainer: FinetuneTrainerConfig = FinetuneTrainerConfig()
 
     @property
-    def hang_timeout_s(self) -> float:
-        return self.trainer.hang_timeout_s
-
-    @property
     def optimizers(self) -> dict[str, OptimConfig]:
         """The options of each trained model's optimizer, by the names of their sections."""
         return {"optim": self.optim}

@@ -18,6 +18,7 @@ from hpc_rl.node.entry import print_error
 from hpc_rl.node.peers import Coordinator
 from hpc_rl.node.ray_cluster.environment import driver_environment
 from hpc_rl.node.ray_cluster.layout import NodeLayout
+from hpc_rl.node.ray_cluster.lender_turns import LenderTurns
 from hpc_rl.node.ray_cluster.watch import JobEnd, Watch
 from hpc_rl.node.rendezvous import WaitMessages
 from hpc_rl.node.shown_log import ShownLog
@@ -61,6 +62,7 @@ class Head:
         self._start_timeout_s = start_timeout_s
         self._child: subprocess.Popen[bytes] | None = None
         self._shown = ShownLog(watch.rendezvous.attempt_dir / DRIVER_LOG, DRIVER)
+        self._lenders = LenderTurns(watch.rendezvous.attempt_dir.parent)
         make_token(layout.token)
 
     def run(self) -> End:
@@ -80,11 +82,15 @@ class Head:
 
     def show_end(self, cause: End | None) -> None:
         """Print the cause of the job's end and the rest of the driver's log."""
-        self.end()
+        self._end_driver()
         self._shown.end(cause)
 
     def end(self) -> None:
-        """End the driver if it still runs."""
+        """End what belongs to the run and still runs or waits."""
+        self._end_driver()
+        self._lenders.end()
+
+    def _end_driver(self) -> None:
         if self._child is not None:
             end(self._child, DRIVER_GRACE_S)
         self._layout.token.unlink(missing_ok=True)
@@ -118,7 +124,7 @@ class Head:
                     f"program {command} cannot be started on node {self._watch.rendezvous.node}: {error.strerror}",
                 ) from error
         program = self._driver.program
-        self._watch.until(lambda: child.poll() is not None or program.must_end(), self._check)
+        self._watch.until(lambda: child.poll() is not None or program.must_end(), self._check_with_lenders)
         code = EXIT_STOPPED if program.has_saved else program.exit_code(shell_code(child.returncode))
         if code in (0, EXIT_BAD_INPUT, EXIT_STOPPED):
             return End(0, code, process=DRIVER)
@@ -142,6 +148,10 @@ class Head:
         if self._peers.must_end:
             raise JobEnd(TERMINATED, kind=Kind.TERMINATED)
         self._shown.show()
+
+    def _check_with_lenders(self) -> None:
+        self._check()
+        self._lenders.poll()
 
     def _progress(self) -> str:
         rendezvous, up = self._watch.rendezvous, len(self._peers.up)

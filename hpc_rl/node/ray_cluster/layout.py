@@ -96,7 +96,7 @@ def prepared_layout(allocation: Allocation, attempt_dir: Path, options: argparse
     """
     check_ray(installed_ray(), sys.executable)
     rank = allocation.node_rank
-    interface, address = node_address(allocation, options.interface)
+    interface, address = node_address(allocation, options.interface, options.joinable)
     planned = local_folder(os.environ) / new_name(allocation.job_id)
     environ = with_room_for_sockets(os.environ, planned, allocation.node, options.dashboard)
     grant = ray_resources(
@@ -117,14 +117,18 @@ def prepared_layout(allocation: Allocation, attempt_dir: Path, options: argparse
         yield NodeLayout(allocation, options.device, interface, address, ports, grant, scratch, token)
 
 
-def node_address(allocation: Allocation, configured: str | None) -> tuple[str, str]:
+def node_address(allocation: Allocation, configured: str | None, joinable: bool = False) -> tuple[str, str]:
     """Return (interface, address) of this node.
+
+    Args:
+        joinable: whether nodes of other jobs reach it, also if this job is on one machine.
 
     A job on one machine uses the loopback, with one address for each node. None of them is 127.0.0.1, because Ray's
     drivers would replace it by another address of the machine.
     """
     others = [name for name in allocation.nodes if name != allocation.node]
-    interface, address = choose_address(configured, others[0] if others else None)
+    peer = others[0] if others else allocation.node if joinable else None
+    interface, address = choose_address(configured, peer)
     if address == "127.0.0.1":
         address = f"127.0.{allocation.node_rank // 250}.{allocation.node_rank % 250 + 2}"
     return interface, address

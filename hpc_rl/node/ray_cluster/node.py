@@ -129,14 +129,20 @@ def _copy_end(source: Path, target: Path) -> None:
 def _parse(argv: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m hpc_rl.node.ray_cluster.node", description=__doc__)
     add_common_options(parser)
+    add_ray_options(parser)
+    parser.add_argument("--joinable", action="store_true", help="listen for nodes of other jobs, also on one node")
+    parser.add_argument("program", nargs="+", help="-- then the driver's command and its arguments")
+    return parser.parse_args(argv)
+
+
+def add_ray_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of Ray, which are those of _ray_options in `hpc_rl.submission.script.render`."""
     parser.add_argument("--start-timeout", type=int, default=300, help="seconds within which all nodes must join")
     parser.add_argument("--num-cpus", type=int, help="largest number of CPUs that Ray may use on a node")
     parser.add_argument("--object-store-bytes", type=int, help="object store of a node (default: 30 %% of its memory)")
     parser.add_argument("--first-port", type=int, help="first port that Ray uses (default: derived from the job id)")
     parser.add_argument("--dashboard", action="store_true", help="start Ray's dashboard on node 0's loopback")
     parser.add_argument("--timeline", type=Path, help="file for Ray's timeline, written at the end")
-    parser.add_argument("program", nargs="+", help="-- then the driver's command and its arguments")
-    return parser.parse_args(argv)
 
 
 if __name__ == "__main__":

@@ -20,6 +20,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, TextIO
 
+from hpc_rl.formats.offer import LENT
 from hpc_rl.node.ray_cluster.ports import AGENT_PORTS
 from hpc_rl.software.ray_python import without_spaces
 from hpc_rl.system.processes import die_with_parent
@@ -54,6 +55,10 @@ class StartOptions:
     """Whether the job has a dashboard. Every node reports to it."""
     dashboard_port: int
     """Port on the loopback of the head."""
+    lent: int = 0
+    """Places, such as those for engines, that the node lends to the run of another job; 0 for a node of the run."""
+    lent_resource: str = LENT
+    """Ray's resource of these places."""
 
     def as_line(self) -> str:
         """Return the options as one line of JSON."""
@@ -114,7 +119,7 @@ def start_node(options: StartOptions, answers: TextIO) -> Any:
         num_gpus=options.num_gpus if options.gpu_resource == "GPU" else 0,
         memory=options.memory,
         object_store_memory=options.object_store_memory,
-        resources={} if options.gpu_resource in ("GPU", "CPU") else {options.gpu_resource: options.num_gpus},
+        resources=_resources(options),
         labels={},
         worker_port_list=",".join(map(str, options.worker_ports)),
         include_dashboard=options.dashboard,
@@ -129,6 +134,13 @@ def start_node(options: StartOptions, answers: TextIO) -> Any:
     node = JobNode(parameters, head=options.head, shutdown_at_exit=False, spawn_reaper=True)
     up.set()
     return node
+
+
+def _resources(options: StartOptions) -> dict[str, int]:
+    """Return the resources that Ray does not know by itself. A lent node has one with its name, for what has to be on
+    this node: the nodes of two jobs may share an address."""
+    found = {} if options.gpu_resource in ("GPU", "CPU") else {options.gpu_resource: options.num_gpus}
+    return {**found, options.lent_resource: options.lent, options.name: 1} if options.lent else found
 
 
 def _tell_ports(node: Any, services: dict[str, int]) -> None:

@@ -62,6 +62,8 @@ class ActorLabel:
     role: Role
     log: Path | None = None
     """The file that it writes to, with * for what the driver does not know of its name."""
+    may_leave: bool = False
+    """Whether its node may leave at any time, so that the node is not asked, for whose answer the driver would wait."""
 
     def __str__(self) -> str:
         return f"{self.name} (log in {self.log.parent})" if self.log else self.name
@@ -97,7 +99,7 @@ def died(actor: ActorLabel, error: RayActorError) -> RunError:
     """Return the error of a run whose actor died, or does not answer."""
     if isinstance(error, ActorUnavailableError):
         return RunError(f"{actor} does not answer: {_first_line(str(error))}")
-    cause = death_cause(evidence(error, actor.log), actor.role)
+    cause = death_cause(evidence(error, actor.log, asks_node=not actor.may_leave), actor.role)
     return ActorDiedError(f"{actor} died: {cause.text}", cause.exit_code)
 
 
@@ -146,16 +148,19 @@ def leave_reason(cause: DeathCause) -> None:
     print(_REASON.format(pid=os.getpid(), code=cause.exit_code, text=text), flush=True)
 
 
-def evidence(error: RayActorError, log: Path | None) -> Evidence:
+def evidence(error: RayActorError, log: Path | None, asks_node: bool = True) -> Evidence:
     """Ask Ray for the node of a dead actor, and that node for its kernel's counter."""
     text = str(error)
     found = re.search(r"^[ \t]*ip: (\S+)$", text, re.MULTILINE)
-    nodes = [node for node in ray.nodes() if found and node["NodeManagerAddress"] == found[1]]
+    try:
+        nodes = [node for node in ray.nodes() if found and node["NodeManagerAddress"] == found[1]]
+    except RayError:  # then the error alone explains it
+        nodes = []
     alive = [node for node in nodes if node["Alive"]]
     return Evidence(
         text,
         lost_node=_reason(nodes[-1]) if nodes and not alive else None,
-        out_of_memory=_counted_on(alive[0]["NodeID"]) if alive else None,
+        out_of_memory=_counted_on(alive[0]["NodeID"]) if alive and asks_node else None,
         log="\n".join(tail(path, LOG_LINES) for path in log.parent.glob(log.name)) if log else "",
     )
 

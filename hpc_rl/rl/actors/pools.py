@@ -11,7 +11,8 @@ from __future__ import annotations
 import ipaddress
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import ray
@@ -26,6 +27,8 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from hpc_rl.errors import RunError, UserError
 from hpc_rl.formats.counted import counted
+from hpc_rl.formats.offer import LENT_ENVIRONMENTS, is_lent
+from hpc_rl.software.ray_token import TOKEN
 from hpc_rl.system.accelerators import ACCELERATORS, ray_resource
 
 
@@ -75,9 +78,14 @@ class Pool:
 
 def actor_resources(device: str, share: float) -> dict[str, Any]:
     """Return Ray options for a share of a device, and of the CPU that belongs to it."""
+    return {**device_resources(device, share), "num_cpus": share}
+
+
+def device_resources(device: str, share: float) -> dict[str, Any]:
+    """Return Ray options for a share of a device; none on CPUs."""
     name = ray_resource(device)
-    on_device = {"GPU": {"num_gpus": share}, "CPU": {}}.get(name, {"resources": {name: share}})
-    return {**on_device, "num_cpus": share}
+    found: dict[str, Any] = {"GPU": {"num_gpus": share}, "CPU": {}}.get(name, {"resources": {name: share}})
+    return found
 
 
 def create_pools(
@@ -125,9 +133,26 @@ def release_pools(owner: str) -> None:
 
 
 def cluster_nodes() -> list[ClusterNode]:
-    """Return the live nodes of the connected cluster, in the order of their addresses."""
-    nodes = [_node(info) for info in ray.nodes() if info["Alive"]]
+    """Return the live nodes of the connected cluster, without lent ones, in the order of their addresses."""
+    nodes = [node_of(info) for info in ray.nodes() if info["Alive"] and not is_lent(info["Resources"])]
     return sorted(nodes, key=lambda node: node.address)
+
+
+def takes_lent_nodes(logs: Path) -> bool:
+    """Return whether nodes of other jobs can join the cluster: it is that of a job, and other machines reach it.
+
+    Args:
+        logs: the attempt's folder.
+    """
+    address = ray.get_runtime_context().gcs_address
+    return (logs / TOKEN).exists() and not ipaddress.ip_address(address.rpartition(":")[0]).is_loopback
+
+
+def lent_for_environments() -> dict[ClusterNode, str]:
+    """Return the live nodes that other jobs lend for environments, each with the id of its job."""
+    nodes = [info for info in ray.nodes() if info["Alive"] and LENT_ENVIRONMENTS in info["Resources"]]
+    names = [info["NodeName"].split(".", 3) for info in nodes]
+    return {replace(node_of(info), name=name): job for info, (_, job, _, name) in zip(nodes, names, strict=True)}
 
 
 def check_supply(spec: Mapping[str, Sequence[int]], nodes: Sequence[ClusterNode], device: str, spread: bool) -> None:
@@ -154,7 +179,8 @@ def check_supply(spec: Mapping[str, Sequence[int]], nodes: Sequence[ClusterNode]
         left[roomiest] -= n
 
 
-def _node(info: dict[str, Any]) -> ClusterNode:
+def node_of(info: Mapping[str, Any]) -> ClusterNode:
+    """Return a node as `ray.nodes()` describes it."""
     resources = info["Resources"]
     return ClusterNode(
         id=info["NodeID"],

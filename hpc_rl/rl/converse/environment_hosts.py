@@ -1,4 +1,5 @@
 """Environments on all nodes of a job: an actor on each node has an EnvironmentPool, whose processes run there.
+Nodes that other jobs lend to the run for its environments get such actors too, and may come and leave at any time.
 
 The driver has one object for all of them, with the interface of a pool. An actor whose process or node is lost takes
 only its own conversations with it: they end with an error, and others start on the nodes that are left. An actor is
@@ -17,17 +18,20 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import ray
-from ray.exceptions import ActorUnavailableError, RayActorError, RayTaskError
+from ray.exceptions import ActorUnavailableError, RayActorError, RayError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from hpc_rl.config.rl.ppo import PpoConfig
 from hpc_rl.environments.pool import CLOSED, START_TIMEOUT_S, EnvironmentPool, Environments
 from hpc_rl.environments.protocol import EpisodeResult, Reply
 from hpc_rl.environments.requests import EnvironmentInfo, EnvironmentSpec, FinishRequest, Request, StartRequest, failed
 from hpc_rl.errors import RunError, UserError
+from hpc_rl.formats.counted import counted
+from hpc_rl.formats.offer import LentEnvironments, write_lent_environments
 from hpc_rl.rl.actors import process
 from hpc_rl.rl.actors.calls import ActorCall, Pending
 from hpc_rl.rl.actors.deaths import ActorLabel
-from hpc_rl.rl.actors.pools import ClusterNode, cluster_nodes
+from hpc_rl.rl.actors.pools import ClusterNode, cluster_nodes, lent_for_environments, takes_lent_nodes
 from hpc_rl.rl.converse.loop_thread import LoopThread
 
 if TYPE_CHECKING:
@@ -39,6 +43,8 @@ ALIVE_TIMEOUT_S = 120.0
 """An actor that has requests, and does not answer for so long whether it is alive, is lost."""
 CHECK_S = 5.0
 """Time between two such questions."""
+LOOK_S = 2.0
+"""Time between two looks for lent nodes."""
 _CLOSE_TIMEOUT_S = 30.0
 
 
@@ -54,9 +60,10 @@ def open_environments(config: DriverConfig, logs: Path) -> Environments:
     """
     own = config.environment
     wanted = EnvironmentSpec(own.name, own.kwargs, own.tools, own.max_output_chars, own.sandbox)
-    if config.trainer.nnodes == 1:
+    takes_lent = isinstance(config, PpoConfig) and takes_lent_nodes(logs)
+    if config.trainer.nnodes == 1 and not takes_lent:
         return EnvironmentPool(wanted, own.workers, own.timeout_s)
-    return EnvironmentFleet(wanted, own.workers, own.timeout_s, nodes_of_job(config.trainer.nnodes), logs)
+    return EnvironmentFleet(wanted, own.workers, own.timeout_s, nodes_of_job(config.trainer.nnodes), logs, takes_lent)
 
 
 def nodes_of_job(count: int) -> list[ClusterNode]:
@@ -71,11 +78,13 @@ class EnvironmentHost:
     Args:
         node: name of the node, for errors.
         logs: folder of the log.
+        job: that lends the node, if it is a lent one.
     """
 
-    def __init__(self, node: str, logs: Path) -> None:
+    def __init__(self, node: str, logs: Path, job: str | None = None) -> None:
         self._node = node
-        process.begin(logs / f"node{os.environ.get('SLURM_NODEID', '0')}-environments.log")
+        lent = f"-lent{job}" if job else ""
+        process.begin(logs / f"node{os.environ.get('SLURM_NODEID', '0')}{lent}-environments.log")
         self._pool: EnvironmentPool | None = None
 
     async def open(self, wanted: EnvironmentSpec, workers: int, timeout_s: float) -> EnvironmentInfo:
@@ -109,30 +118,43 @@ class EnvironmentFleet(Environments):
         workers: number of processes on each node.
         timeout_s: time limit for each reset, step, tool call or reward.
         logs: folder of the actors' logs.
+        takes_lent: whether to look for nodes that other jobs lend.
 
     Raises:
-        UserError: the environment or a tool cannot be loaded on one of the nodes.
+        UserError: the environment or a tool cannot be loaded on one of the nodes of the job.
         RunError: an actor died, or a process ended or took too long, while it loaded them.
     """
 
     def __init__(
-        self, wanted: EnvironmentSpec, workers: int, timeout_s: float, nodes: Sequence[ClusterNode], logs: Path
+        self,
+        wanted: EnvironmentSpec,
+        workers: int,
+        timeout_s: float,
+        nodes: Sequence[ClusterNode],
+        logs: Path,
+        takes_lent: bool = False,
     ) -> None:
         super().__init__()
         self.workers = workers * len(nodes)
+        self._opens, self._each, self._logs = (wanted, workers, timeout_s), workers, logs
         self._closed = False
         self._hosts = [_Host(node, logs) for node in nodes]
+        self._lent: dict[ClusterNode, _Host] = {}
+        """The actors on lent nodes, also those that load the environment, and those that are lost."""
+        self._recorded: list[LentEnvironments] = []
         self._places: dict[int, _Host] = {}
         """Where each conversation is."""
         self._loop = LoopThread("environment-hosts")
         for host in self._hosts:
             self._loop.start(self._watch(host))
-        opened = Pending.of_calls([host.call("open", wanted, workers, timeout_s) for host in self._hosts])
+        opened = Pending.of_calls([host.call("open", *self._opens) for host in self._hosts])
         try:
             self.offered = opened.wait(3 * START_TIMEOUT_S)[0]
         except UserError:
             self.close()
             raise
+        if takes_lent:
+            self._loop.start(self._look_for_lent())
 
     def submit(self, number: int, request: Request) -> Future[Any]:
         """See Environments. A conversation is on the node that had the fewest. Each request about it has to wait for
@@ -140,7 +162,7 @@ class EnvironmentFleet(Environments):
         if isinstance(request, StartRequest):
             self._places[number] = self._choose()
         host = self._places.pop(number) if isinstance(request, FinishRequest) else self._places[number]
-        host.load += isinstance(request, StartRequest)
+        host.begin(isinstance(request, StartRequest))
         host.load -= isinstance(request, FinishRequest)
         return self._loop.start(self._answer(host, number, request))
 
@@ -185,7 +207,7 @@ class EnvironmentFleet(Environments):
                 if not isinstance(cause, UserError):
                     found = " ".join(f"{type(error).__name__}: {error}".split())[-300:]
                     return failed(request, f"its answer cannot be passed on: {found}")
-                if self._closed or not isinstance(cause, RunError):
+                if self._closed or not (isinstance(cause, RunError) or host.job):
                     raise type(cause)(f"on node {host.node}: {cause}") from error
                 reason = self._lose(host, str(cause))  # it cannot replace a process
             if self._closed:
@@ -195,7 +217,46 @@ class EnvironmentFleet(Environments):
                 return failed(request, reason)
             host.load -= 1
             host = self._places[number] = min(others, key=lambda each: each.load)
-            host.load += 1
+            host.begin()
+
+    async def _look_for_lent(self) -> None:
+        """Start an actor on each lent node that comes, and note that one has left."""
+        while not self._closed:
+            await asyncio.sleep(LOOK_S)
+            try:
+                alive = await asyncio.to_thread(lent_for_environments)
+            except RayError:  # its first node is busy, or the run ends
+                continue
+            for node in alive.keys() - self._lent.keys():
+                self._lent[node] = host = _Host(node, self._logs, alive[node])
+                self._loop.start(self._admit(host))
+            for node in self._lent.keys() - alive.keys():
+                self._lose(self._lent[node], "its job has ended")
+            self._record()
+
+    async def _admit(self, host: _Host) -> None:
+        """Let an actor on a lent node load the environment. It gets conversations then."""
+        loaded = asyncio.wrap_future(host.call("open", *self._opens).ref.future())
+        try:
+            await asyncio.wait_for(loaded, 3 * START_TIMEOUT_S)
+        except (RayError, TimeoutError) as error:
+            self._lose(host, _last_line(error))
+            return
+        if host.lost is None and not self._closed:
+            processes = counted(self._each, "environment process")
+            print(f"job {host.job} lends node {host.node}: {processes}", flush=True)
+            host.processes = self._each
+            self.workers += self._each
+            self._hosts.append(host)
+            await self._watch(host)
+
+    def _record(self) -> None:
+        """Write what `status` shows of lent nodes, if it has changed."""
+        found = [LentEnvironments(str(host.job), host.node, host.processes, host.begun) for host in self._lent.values()]
+        if found != self._recorded:
+            self._recorded = found
+            with contextlib.suppress(OSError):
+                write_lent_environments(self._logs, found)
 
     async def _watch(self, host: _Host) -> None:
         """Wait until an actor is lost."""
@@ -205,13 +266,15 @@ class EnvironmentFleet(Environments):
         """End an actor that is lost, with its requests. Return why it is lost."""
         if host.lost is None:
             host.end(f"{host.name} are lost: {reason}")
+            self.workers -= host.processes
+            host.processes = 0
             if not self._closed:
                 print(f"warning: {host.lost}; their conversations have no score, and other nodes go on", flush=True)
         return str(host.lost)
 
     async def _end(self) -> None:
         """End all actors, and wait until nobody waits for their answers."""
-        for host in self._hosts:
+        for host in {*self._hosts, *self._lent.values()}:
             host.end(CLOSED)
         while any(host.has_requests for host in self._hosts):
             await asyncio.sleep(0)
@@ -224,14 +287,17 @@ class _LostError(Exception):
 class _Host:
     """The actor of a node, as the driver sees it."""
 
-    def __init__(self, node: ClusterNode, logs: Path) -> None:
+    def __init__(self, node: ClusterNode, logs: Path, job: str | None = None) -> None:
         here = NodeAffinitySchedulingStrategy(node.id, soft=False)
         options = {"num_cpus": 0, "max_concurrency": MOST_CALLS, "scheduling_strategy": here}
-        self._actor = ray.remote(EnvironmentHost).options(**options).remote(node.name, logs)
-        self._described = ActorLabel(
-            f"the environments on node {node.name}", "environment", logs / "node*-environments.log"
-        )
-        self.node, self.name = node.name, self._described.name
+        self._actor = ray.remote(EnvironmentHost).options(**options).remote(node.name, logs, job)
+        name = f"the environments on node {node.name}" + (f" (job {job})" if job else "")
+        self._described = ActorLabel(name, "environment", logs / "node*-environments.log")
+        self.node, self.name, self.job = node.name, name, job
+        self.processes = 0
+        """Processes of a lent node, while it has conversations."""
+        self.begun = 0
+        """Conversations that were started there."""
         self.load = 0
         """Conversations that are not finished."""
         self.lost: str | None = None
@@ -244,6 +310,11 @@ class _Host:
     def call(self, method: str, *arguments: Any) -> ActorCall:
         """Start a call."""
         return ActorCall(getattr(self._actor, method).remote(*arguments), self._described)
+
+    def begin(self, is_start: bool = True) -> None:
+        """Count a conversation, if one starts."""
+        self.load += is_start
+        self.begun += is_start
 
     @property
     def has_requests(self) -> bool:
@@ -303,6 +374,11 @@ class _Host:
         ray.kill(self._actor)
         for answer in self._open:
             answer.cancel()
+
+
+def _last_line(error: BaseException) -> str:
+    """Return the end of an error, which is the cause if Ray has passed it on."""
+    return ([type(error).__name__, *str(error).strip().splitlines()])[-1]
 
 
 def _first_line(error: BaseException) -> str:

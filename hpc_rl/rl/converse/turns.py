@@ -21,7 +21,8 @@ from hpc_rl.data.prompts import Prompt
 from hpc_rl.liveness.heartbeat import heart
 from hpc_rl.rl.converse.loop_thread import LoopThread
 from hpc_rl.rl.rollout.engine import Completion
-from hpc_rl.rl.rollout.request_queue import QueuedResponses, RequestQueue
+from hpc_rl.rl.rollout.queued_responses import QueuedResponses
+from hpc_rl.rl.rollout.request_queue import RequestQueue
 from hpc_rl.rl.rollout.respondent import Samplings
 
 Turn = tuple[Completion, int]

@@ -7,17 +7,17 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from hpc_rl.config.rl.generate import EvalConfig, GenerateConfig
-from hpc_rl.errors import EXIT_STOPPED, RunError
+from hpc_rl.errors import EXIT_STOPPED
 from hpc_rl.liveness.heartbeat import heart
 from hpc_rl.rl.generation.evaluate import evaluate_run
 from hpc_rl.rl.generation.generate import generate
-from hpc_rl.rl.generation.setup import Prepared, open_generation, prepare, start_workers
-from hpc_rl.rl.rollout.rollout import CLOSE_TIMEOUT_S
+from hpc_rl.rl.generation.setup import Prepared, close_engines, open_generation, open_queue, prepare, start_workers
 from hpc_rl.run_dir import RunDir
 from hpc_rl.tracking.evaluations import evaluation_text, result_metrics
+from hpc_rl.tracking.metrics import read_metrics
 from hpc_rl.tracking.page.report import failure_reported
 from hpc_rl.tracking.tracker import Tracker
-from hpc_rl.training.stopping import Stopped
+from hpc_rl.training.stopping import Stopped, open_stopping
 
 
 def run_generation(config: GenerateConfig, run: RunDir, logs: Path) -> int:
@@ -34,7 +34,8 @@ def run_generation(config: GenerateConfig, run: RunDir, logs: Path) -> int:
         with ExitStack() as closing:
             try:
                 with heart.phase("load"):
-                    prepared = prepare(config, run, logs, closing)
+                    stopping = open_stopping(run, config.slurm.warning_s, read_metrics(run.metrics))
+                    prepared = prepare(config, run, stopping, logs, closing)
             except Stopped as stopped:
                 print(stopped, flush=True)
                 return EXIT_STOPPED
@@ -54,14 +55,10 @@ def run_generation(config: GenerateConfig, run: RunDir, logs: Path) -> int:
 def _generate(config: GenerateConfig, prepared: Prepared, logs: Path, tracker: Tracker) -> int:
     with heart.phase("load"):
         workers = start_workers(config, logs)
-    state = open_generation(config, prepared, workers, tracker)
+    state = open_generation(config, prepared, workers, open_queue(config, workers.fleet), tracker)
     state.began = time.monotonic()
     code = generate(state)
     tracker.name_left_out()
     if code == 0:  # after a stop, the engines are still generating; they end with the driver
-        try:
-            loaded = state.queue.loaded  # one that still loads would not answer
-            workers.fleet.engines.subset(loaded).call("close").wait(CLOSE_TIMEOUT_S)
-        except RunError as error:  # the generation itself succeeded
-            print(f"warning: {error}", flush=True)
+        close_engines(workers.fleet, state.queue)
     return code

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +14,7 @@ from hpc_rl.config.rl.pools import pool_of, pool_spec
 from hpc_rl.config.rl.rollout import engine_name
 from hpc_rl.data.lazy import Subsequence
 from hpc_rl.data.templates.chat import chat_template, template_remarks
+from hpc_rl.errors import RunError
 from hpc_rl.rewards.scorer import open_scorer
 from hpc_rl.rl.actors.calls import MODEL_LIMIT, wait_for_all
 from hpc_rl.rl.actors.pools import create_pools
@@ -29,13 +30,12 @@ from hpc_rl.rl.loop.rows import decide_rows
 from hpc_rl.rl.loop.scoring import EnvironmentScoring, FunctionScoring, ModelScoring, Scoring
 from hpc_rl.rl.rollout.engine import Placement, Sampling
 from hpc_rl.rl.rollout.request_queue import RequestQueue
-from hpc_rl.rl.rollout.rollout import Fleet
+from hpc_rl.rl.rollout.rollout import CLOSE_TIMEOUT_S, Fleet
 from hpc_rl.rl.workers.group import WorkerGroup
 from hpc_rl.run_dir import RunDir
-from hpc_rl.tracking.metrics import read_metrics
 from hpc_rl.tracking.tracker import Tracker
 from hpc_rl.training.models.causal_lm import load_tokenizer
-from hpc_rl.training.stopping import Stopping, open_stopping
+from hpc_rl.training.stopping import Stopping
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -122,12 +122,21 @@ class Prepared:
     stopping: Stopping
 
 
-def prepare(config: GenerateConfig, run: RunDir, logs: Path, closing: ExitStack) -> Prepared:
+def prepare(
+    config: GenerateConfig,
+    run: RunDir,
+    stopping: Stopping,
+    logs: Path,
+    closing: ExitStack,
+    own: RunDir | None = None,
+) -> Prepared:
     """Load the prompts, and find out what earlier attempts have finished.
 
     Args:
+        run: the one of this job.
         logs: folder of the environments' logs.
         closing: closes the environment in the end.
+        own: its files are those of the responses, if they are not those of `run`.
 
     Raises:
         UserError: the environment or the data is not valid, or the run directory has responses of another plan.
@@ -141,10 +150,9 @@ def prepare(config: GenerateConfig, run: RunDir, logs: Path, closing: ExitStack)
     if config.environment.is_used:
         environment = Environment(config, tokenizer, open_environments(config, logs))
         closing.callback(environment.close)
-    stopping = open_stopping(run, config.slurm.warning_s, read_metrics(run.metrics))
     sources = load_sources(config, tokenizer, environment.schemas if environment else None, run, stopping)
     plan = make_plan(config, sources, described_engine(config))
-    return Prepared(tokenizer, environment, sources, plan, Parts(run, plan), stopping)
+    return Prepared(tokenizer, environment, sources, plan, Parts(own or run, plan), stopping)
 
 
 def described_engine(config: GenerateConfig) -> str:
@@ -153,7 +161,27 @@ def described_engine(config: GenerateConfig) -> str:
     return name if server.base_url is None else f"{name}: {server.model or config.model.path}"
 
 
-def open_generation(config: GenerateConfig, prepared: Prepared, workers: Workers, tracker: Tracker) -> Generation:
+def open_queue(config: GenerateConfig, fleet: Fleet, revive: Callable[[], None] | None = None) -> RequestQueue:
+    """Return the queue of engines that have started.
+
+    Args:
+        revive: see RequestQueue.
+    """
+    rollout, start_s = config.rollout, config.trainer.model_timeout_s
+    return RequestQueue(fleet.engines, rollout.max_num_seqs, rollout.stall_s, start_s, fleet.replace, revive)
+
+
+def close_engines(fleet: Fleet, queue: RequestQueue) -> None:
+    """End the engines after a generation that has succeeded."""
+    try:
+        fleet.engines.subset(queue.loaded).call("close").wait(CLOSE_TIMEOUT_S)  # one that still loads would not answer
+    except RunError as error:
+        print(f"warning: {error}", flush=True)
+
+
+def open_generation(
+    config: GenerateConfig, prepared: Prepared, workers: Workers, queue: RequestQueue, tracker: Tracker
+) -> Generation:
     """Return what the loop works with.
 
     Raises:
@@ -162,9 +190,7 @@ def open_generation(config: GenerateConfig, prepared: Prepared, workers: Workers
     plan, finished = prepared.plan, prepared.parts.finished()
     if finished:
         print(f"resuming: {len(finished):,} of {plan.blocks:,} blocks of responses are finished", flush=True)
-    rollout, engines, start_s = config.rollout, workers.fleet.engines, config.trainer.model_timeout_s
-    queue = RequestQueue(engines, rollout.max_num_seqs, rollout.stall_s, start_s, workers.fleet.replace)
-    environment = prepared.environment
+    rollout, environment = config.rollout, prepared.environment
     return Generation(
         config=config,
         tokenizer=prepared.tokenizer,
@@ -173,7 +199,7 @@ def open_generation(config: GenerateConfig, prepared: Prepared, workers: Workers
         parts=prepared.parts,
         queue=queue,
         respondent=Conversations(queue, environment, config) if environment else queue,
-        engines=len(engines.actors),
+        engines=len(workers.fleet.engines.actors),
         sampling=Sampling(config.data.max_response_length, rollout.temperature, rollout.top_p, rollout.top_k),
         scoring=open_scoring(config, workers.judges, prepared.tokenizer, environment),
         tracker=tracker,

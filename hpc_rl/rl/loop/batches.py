@@ -81,13 +81,13 @@ class SynchronousBatches:
         self._queue = queue
         self._n = config.rollout.n
         self._computed = computed
-        self._may_take_long = config.agent.is_used
+        self._may_take_long = config.agent.is_used or config.rollout.engines == "lent"
         self._draws = Draws(config, train, queue, scoring, prompt_order(config, len(train), start, mixture))
         self.position = start
 
     def draw(self, step: int, stops: Callable[[], bool]) -> Batch | None:
         """Generate and return the batch of a step; None if the run stops. `stops` is called before dynamic sampling
-        draws further prompts, and all the time if agents write the responses."""
+        draws further prompts, and all the time if agents write the responses or all engines may leave."""
         draws = self._draws
         while (found := draws.take()) is None:
             if draws.groups and (draws.lacks() or self._may_take_long) and stops():

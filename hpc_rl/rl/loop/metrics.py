@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from itertools import zip_longest
 
 import numpy as np
 import torch
@@ -175,19 +176,25 @@ def perf_metrics(experience: TensorDict, seconds: dict[str, float], state: PpoSt
 
 
 def rollout_metrics(
-    queue: RequestQueue, busy_s: float, seconds: dict[str, float], rejected: int | None
+    queue: RequestQueue, busy_s: float, before: Sequence[int], seconds: dict[str, float], rejected: int | None
 ) -> dict[str, float]:
     """Measure the engines during a step.
 
     Args:
         busy_s: seconds that an engine has generated, on average, for this step and later ones.
+        before: tokens of each engine at the beginning of the step.
         seconds: wall time of the step's phases.
         rejected: groups that were drawn and rejected; None if none can be.
     """
     metrics = {
         "perf/engine_idle_s": max(0.0, sum(seconds.values()) - busy_s),
         "rollout/repeated": float(queue.repeated),
+        "rollout/lost_tokens": float(queue.lost_tokens),
     }
+    tokens = [now - earlier for now, earlier in zip_longest(queue.tokens, before, fillvalue=0)]
+    if lent := tokens[queue.own :]:
+        metrics["rollout/lent_engines"] = float(sum(map(bool, lent)))
+        metrics["rollout/lent_share"] = sum(lent) / max(1, sum(tokens))
     return metrics if rejected is None else {**metrics, "rollout/rejected_groups": float(rejected)}
 
 

@@ -40,7 +40,7 @@ from hpc_rl.rl.loop.scoring import Converses, EnvironmentScoring, FunctionScorin
 from hpc_rl.rl.loop.state import OldLogprobs, PpoState
 from hpc_rl.rl.rollout.request_queue import RequestQueue
 from hpc_rl.rl.rollout.respondent import Respondent
-from hpc_rl.rl.rollout.rollout import InProcessRollout, Rollout, SeparateRollout
+from hpc_rl.rl.rollout.rollout import InProcessRollout, LentRollout, Rollout, SeparateRollout
 from hpc_rl.rl.weights.adapter_check import AdapterCheck
 from hpc_rl.rl.workers.group import WorkerGroup
 from hpc_rl.run_dir import RunDir
@@ -103,6 +103,7 @@ def set_up(config: PpoConfig, run: RunDir, logs: Path) -> PpoState:
     lora = config.model.lora
     if progress is not None or lora.is_used:
         rollout.sync()
+    rollout.lent.open()
     flops, peak = actor.flops().wait()
     step, records = progress.step if progress else 0, read_metrics(run.metrics)
     stopping.remember(records)
@@ -162,17 +163,20 @@ def start_workers(
 ) -> tuple[dict[str, WorkerGroup], Rollout]:
     """Start the processes of every pool without waiting for them. Return the groups by pool, and the engine."""
     engine_pool = pool_of(config, "rollout")
-    in_process = engine_spec(config).in_process and engine_pool == pool_of(config, "actor")
+    has_own = config.rollout.engines == "own"
+    in_process = has_own and engine_spec(config).in_process and engine_pool == pool_of(config, "actor")
     groups = {}
     for name, pool in pools.items():
         roles = frozenset(role for role in config.roles if pool_of(config, role) == name)
         if name == engine_pool and not in_process:
             roles -= {"rollout"}
         if roles:
-            share = 0.5 if name == engine_pool and not in_process else 1.0
+            share = 0.5 if name == engine_pool and has_own and not in_process else 1.0
             groups[name] = WorkerGroup(config, pool, roles, share, logs, carrier)
     if in_process:
-        return groups, InProcessRollout(groups[engine_pool], config, frees_memory=config.trainer.uses_gpus)
+        return groups, InProcessRollout(groups[engine_pool], config, config.trainer.uses_gpus, logs)
+    if not has_own:
+        return groups, LentRollout(groups[pool_of(config, "actor")], config, logs)
     neighbours = groups.get(engine_pool)
     share = 0.5 if neighbours else 1.0
     policy = groups[pool_of(config, "actor")]
@@ -310,7 +314,7 @@ def computed_columns(config: PpoConfig, of_role: Mapping[Role, WorkerGroup]) -> 
         roles["teacher_logprobs"] = "teacher", "teacher_logprobs"
     if "critic" in of_role:
         roles["values"] = "critic", "values"
-    needed, engines = needed_by_driver(config), pool_of(config, "rollout")
+    needed, engines = needed_by_driver(config), pool_of(config, "rollout") if config.rollout.engines == "own" else None
     in_parts = mini_batch_size is not None and config.carrier_spec.in_parts and not config.rollout.staleness
     computations = {
         name: Computation(

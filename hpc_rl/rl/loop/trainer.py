@@ -106,7 +106,7 @@ def step(state: PpoState, clock: Clock) -> dict[str, float]:
     """
     config, algorithm = state.config, state.config.algorithm
     heart.at_step(state.step + 1)
-    position, busy_s = state.batches.position, state.rollout.queue.busy_s
+    position, busy_s, tokens = state.batches.position, state.rollout.queue.busy_s, list(state.rollout.queue.tokens)
     with clock("gen"):
         state.rollout.wake()
         try:
@@ -144,6 +144,7 @@ def step(state: PpoState, clock: Clock) -> dict[str, float]:
     metrics |= rollout_metrics(
         state.rollout.queue,
         state.rollout.queue.busy_s - busy_s,
+        tokens,
         clock.seconds,
         state.batches.rejected if algorithm.filter_groups else None,
     )

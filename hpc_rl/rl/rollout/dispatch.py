@@ -12,10 +12,11 @@ new groups of the same wave, because others wait for the end of a conversation.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Sequence
+from bisect import insort
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from hpc_rl.rl.rollout.engine import Request
+from hpc_rl.rl.rollout.engine import Completion, Request
 
 SHARE_IN_RESERVE = 4
 """An engine has one request in reserve for this many that it computes."""
@@ -40,7 +41,6 @@ class _Engine:
     """By the number of each request that is not complete: its group."""
     tokens: int = 0
     """Tokens of these requests, if their responses become as long as they may."""
-    is_available: bool = True
     later: list[_Group] = field(default_factory=list)
     """A heap: later turns of its conversations, which wait until it has room."""
 
@@ -55,6 +55,11 @@ class Dispatch:
 
     def __init__(self, engines: int, places: int) -> None:
         self._engines = [_Engine() for _ in range(engines)]
+        """Also those that have gone: lent engines may come and leave thousands of times."""
+        self.present = list(range(engines))
+        """The engines that have not gone, in order."""
+        self.available = list(range(engines))
+        """The engines that get requests, in order."""
         self._limit = places + -(-places // SHARE_IN_RESERVE)
         self._waiting: list[_Group] = []
         """A heap."""
@@ -71,15 +76,23 @@ class Dispatch:
         """
         group = _Group(wave, after is None, -len(requests[0].prompt), self._added, list(requests))
         self._added += 1
-        if after is not None and self._engines[after].is_available:
+        if after is not None and after in self.available:
             heapq.heappush(self._engines[after].later, group)
         else:
             heapq.heappush(self._waiting, group)
 
-    def assign(self) -> dict[int, list[Request]]:
-        """Give waiting groups to engines that have room. Return the new requests of each engine that gets any."""
+    def assign(self, coming: int = 0) -> dict[int, list[Request]]:
+        """Give waiting groups to engines that have room. Return the new requests of each engine that gets any.
+
+        Args:
+            coming: engines that will get requests soon. Their equal part of all requests waits for them.
+        """
         assigned: dict[int, list[Request]] = {}
-        while (chosen := self._next()) is not None:
+        limit = self._limit
+        if coming:
+            requests = sum(len(group.requests) for group in self._waiting) + sum(map(self.running, self.available))
+            limit = min(limit, -(-requests // (len(self.available) + coming)))
+        while (chosen := self._next(limit)) is not None:
             engine, groups = chosen
             taker, group = self._engines[engine], heapq.heappop(groups)
             taker.groups.update((request.number, group) for request in group.requests)
@@ -94,8 +107,26 @@ class Dispatch:
         (request,) = (each for each in group.requests if each.number == number)
         had.tokens -= _tokens(request)
 
-    def lose(self, engine: int) -> int:
+    def add_engine(self) -> int:
+        """Add an engine, which gets requests after `restore`; return its index."""
+        self._engines.append(_Engine())
+        self.present.append(len(self._engines) - 1)
+        return self.present[-1]
+
+    def withhold(self, engine: int) -> None:
+        """Give an engine no more requests until `restore`. It keeps those that it has."""
+        if engine in self.available:
+            self.available.remove(engine)
+        withheld = self._engines[engine]
+        while withheld.later:  # with other weights, it has to compute these conversations again as well
+            heapq.heappush(self._waiting, withheld.later.pop())
+
+    def lose(self, engine: int, is_gone: bool = False, begun: Mapping[int, Completion] | None = None) -> int:
         """Let the requests of an engine that has ended wait for others. It gets no more until `restore`.
+
+        Args:
+            is_gone: whether no other one comes in its place.
+            begun: the tokens that others will continue, by number of the request. The prompt of each is then its own.
 
         Returns:
             how many these are.
@@ -103,19 +134,27 @@ class Dispatch:
         lost = self._engines[engine]
         again: dict[int, list[Request]] = {}
         for number, group in lost.groups.items():
-            again.setdefault(group.number, []).extend(each for each in group.requests if each.number == number)
+            (request,) = (each for each in group.requests if each.number == number)
+            if begun and number in begun:
+                rest = request.after(begun[number])
+                heapq.heappush(self._waiting, _Group(group.wave, False, -len(rest.prompt), self._added, [rest]))
+                self._added += 1
+            else:
+                again.setdefault(group.number, []).append(request)
         groups = {group.number: group for group in lost.groups.values()}
         for number, requests in again.items():
             group = groups[number]
             heapq.heappush(self._waiting, _Group(group.wave, group.is_new, group.shortness, number, requests))
-        for group in lost.later:
-            heapq.heappush(self._waiting, group)
-        self._engines[engine] = _Engine(is_available=False)
+        self.withhold(engine)
+        self._engines[engine] = _Engine()
+        if is_gone:
+            self.present.remove(engine)
         return len(lost.groups)
 
     def restore(self, engine: int) -> None:
         """Give requests to an engine again."""
-        self._engines[engine].is_available = True
+        if engine not in self.available:
+            insort(self.available, engine)
 
     def running(self, engine: int) -> int:
         """Return the number of requests that an engine has."""
@@ -124,20 +163,20 @@ class Dispatch:
     @property
     def capacity(self) -> int:
         """Number of requests that all engines together have at a time."""
-        return self._limit * len(self._engines)
+        return self._limit * len(self.present)
 
-    @property
-    def available(self) -> list[int]:
-        """The engines that get requests."""
-        return [index for index, engine in enumerate(self._engines) if engine.is_available]
+    def _next(self, limit: int) -> tuple[int, list[_Group]] | None:
+        """Return the heap whose first group is the next, and the engine that gets it; None if nothing can be given.
 
-    def _next(self) -> tuple[int, list[_Group]] | None:
-        """Return the heap whose first group is the next, and the engine that gets it; None if nothing can be given."""
+        Args:
+            limit: an engine with so many requests gets no new groups.
+        """
         free = [index for index in self.available if self.running(index) < self._limit]
         chosen = [(index, later) for index in free if (later := self._engines[index].later)]
         if free and self._waiting:
             roomiest = min(free, key=lambda index: (self.running(index), self._engines[index].tokens))
-            chosen.append((roomiest, self._waiting))
+            if self.running(roomiest) < limit:
+                chosen.append((roomiest, self._waiting))
         return min(chosen, key=lambda pair: pair[1][0], default=None)
 
 

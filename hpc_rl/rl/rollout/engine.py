@@ -9,7 +9,7 @@ import importlib
 import math
 import time
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
@@ -23,6 +23,10 @@ from hpc_rl.training.models.causal_lm import load_tokenizer
 
 if TYPE_CHECKING:
     from hpc_rl.training.models.causal_lm import CausalLM
+
+
+SEEDS = 2**62
+"""Seeds are below it."""
 
 
 @dataclass(frozen=True)
@@ -47,6 +51,16 @@ class Span(NamedTuple):
     tokens: int
 
 
+def joined(spans: Iterable[Span]) -> tuple[Span, ...]:
+    """Join neighbouring spans of the same version: a sync need not change the number of updates."""
+    found: list[Span] = []
+    for span in spans:
+        if found and found[-1].version == span.version:
+            span = Span(span.version, found.pop().tokens + span.tokens)
+        found.append(span)
+    return tuple(found)
+
+
 @dataclass(frozen=True)
 class Request:
     """One response that an engine has to generate."""
@@ -58,6 +72,12 @@ class Request:
     seed: int
     """A response depends only on its prompt, its seed and the weights, not on other requests (up to rounding)."""
     sampling: Sampling
+
+    def after(self, begun: Completion) -> Request:
+        """Return the request for the rest of a response. Its seed is another one: each step has a number of its own."""
+        left = replace(self.sampling, max_new_tokens=self.sampling.max_new_tokens - len(begun.token_ids))
+        prompt = np.concatenate([self.prompt, begun.token_ids])
+        return Request(self.number, prompt, (self.seed + len(begun.token_ids)) % SEEDS, left)
 
 
 @dataclass(frozen=True)
@@ -83,6 +103,15 @@ class Completion:
     def sampled(self) -> int:
         """Number of tokens that the model sampled."""
         return len(self.token_ids) if self.mask is None else int(self.mask.sum())
+
+    def then(self, rest: Completion) -> Completion:
+        """Return the response that another engine has continued. Neither part has observations."""
+        return Completion(
+            np.concatenate([self.token_ids, rest.token_ids]),
+            np.concatenate([self.logprobs, rest.logprobs]),
+            rest.finished,
+            joined((*self.spans, *rest.spans)),
+        )
 
 
 class RolloutEngine(Protocol):
@@ -112,6 +141,16 @@ class RolloutEngine(Protocol):
     def running(self) -> int:
         """Number of requests that are not complete."""
 
+    @property
+    def unfinished(self) -> int:
+        """Tokens so far of the requests that are not complete."""
+
+    def withdraw(self) -> dict[int, Completion]:
+        """Forget all requests that are not complete. Return the tokens so far of those that have any, by number.
+
+        Other requests may be complete after it, and are what `advance` returns next.
+        """
+
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Copy new weights, by their Hugging Face names, into the model. A call may bring only some of the weights."""
 
@@ -135,6 +174,12 @@ class SliceResult(NamedTuple):
     """Responses, each with the number of its request."""
     busy_s: float
     """Seconds that it has generated."""
+    unfinished: int = 0
+    """Tokens so far of the requests that are not complete. They are lost if the engine is."""
+    leaves: bool = False
+    """Whether its node is about to leave the run."""
+    begun: dict[int, Completion] | None = None
+    """What it has given back because of that: all requests, and the tokens so far of those that have any, by number."""
 
 
 def run_slice(engine: RolloutEngine, requests: Sequence[Request], slice_s: float, version: int) -> SliceResult:
@@ -142,7 +187,7 @@ def run_slice(engine: RolloutEngine, requests: Sequence[Request], slice_s: float
     engine.add(requests)
     began = time.perf_counter()
     completed = engine.advance(slice_s, version) if engine.running else []
-    return SliceResult(completed, time.perf_counter() - began)
+    return SliceResult(completed, time.perf_counter() - began, engine.unfinished)
 
 
 def complete(

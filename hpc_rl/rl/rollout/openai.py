@@ -129,6 +129,15 @@ class OpenaiEngine:
     def running(self) -> int:
         return len(self._waiting) + len(self._calls)
 
+    @property
+    def unfinished(self) -> int:
+        """0: the server reports tokens at the end of a response."""
+        return 0
+
+    def withdraw(self) -> dict[int, Completion]:
+        """Refuse: no job lends an engine that is a server of others."""
+        raise UserError("rollout.name=openai: requests cannot be taken back from the server")
+
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Refuse: the server belongs to others."""
         raise UserError("rollout.name=openai: new weights arrived, and the server does not take any")

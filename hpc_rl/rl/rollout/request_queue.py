@@ -14,7 +14,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from typing import Any
 
 import ray
 from ray.exceptions import RayTaskError
@@ -23,9 +23,11 @@ from hpc_rl.data.prompts import Prompt
 from hpc_rl.errors import RunError, UserError
 from hpc_rl.liveness.heartbeat import heart
 from hpc_rl.rl.actors.calls import MODEL_LIMIT, ActorCall, Pending
-from hpc_rl.rl.actors.deaths import ActorDiedError
+from hpc_rl.rl.actors.deaths import ActorDiedError, ActorLabel
 from hpc_rl.rl.rollout.dispatch import Dispatch
 from hpc_rl.rl.rollout.engine import Completion, Request, SliceResult
+from hpc_rl.rl.rollout.lenders import Lenders
+from hpc_rl.rl.rollout.queued_responses import QueuedResponses
 from hpc_rl.rl.rollout.respondent import TURN_S, Respondent, Samplings
 from hpc_rl.rl.weights.base import EngineActors
 from hpc_rl.training.perf import Spans
@@ -35,26 +37,8 @@ SLICE_S = 0.1
 CALLS_PER_S = 200
 """Most calls to all engines together: with many engines, the slices are longer. A call takes 1.4 ms of the driver."""
 CALLS_AHEAD = 2
-
-
-@dataclass
-class QueuedResponses:
-    """The responses to one prompt that were requested together."""
-
-    requests: list[Request]
-    found: dict[int, Completion] = field(default_factory=dict)
-    """By the number of the request."""
-    engines: dict[int, int] = field(default_factory=dict)
-    """Which engine generated it, by the number of the request."""
-
-    @property
-    def is_complete(self) -> bool:
-        """Whether there are all responses."""
-        return len(self.found) == len(self.requests)
-
-    def completions(self) -> list[Completion]:
-        """Return the responses in the order in which they were requested."""
-        return [self.found[request.number] for request in self.requests]
+USUAL = 2
+"""Part of the requests waits for a lent engine that loads weights, for so many times as long as it needed before."""
 
 
 class RequestQueue(Respondent):
@@ -95,6 +79,23 @@ class RequestQueue(Respondent):
         """Engines that load their models in the place of others."""
         self.started: set[int] = set()
         """Those that have loaded their models, and wait for `restore`."""
+        self.lenders: Lenders | None = None
+        self.own = count
+        """Number of the run's own engines. Those after them are lent ones."""
+        self._lent: set[int] = set()
+        """The lent engines that have not ended."""
+        self._loads_s: dict[int, float] = {}
+        """How long each lent engine loaded weights the last time, in seconds."""
+        self._leaving: set[int] = set()
+        """Lent engines that give back their requests, because their nodes are about to leave."""
+        self._phases = ["gen"] * count
+        """Of each engine, in the timeline."""
+        self.tokens = [0] * count
+        """Tokens that each engine has generated, without those of `_unfinished` and `lost_tokens`."""
+        self._unfinished = [0] * count
+        """Tokens of the responses that each engine has begun, as far as it has told them."""
+        self.lost_tokens = 0
+        """Tokens of responses that are generated again."""
         self._heard = [time.monotonic()] * count
         self._asked: dict[int, QueuedResponses] = {}
         """The requests that are not complete, by number."""
@@ -105,12 +106,12 @@ class RequestQueue(Respondent):
         """Requests that were repeated because their engine died."""
         self._busy_s = 0.0
         self.spans = Spans()
-        """When any engine generated."""
+        """When engines generated: the run's own ones, and those of each other job."""
 
     @property
     def busy_s(self) -> float:
-        """Seconds that an engine has generated, on average."""
-        return self._busy_s / len(self._calls)
+        """Seconds that an engine has generated, on average, and those in which none was ready."""
+        return self._busy_s
 
     @property
     def capacity(self) -> int:
@@ -138,10 +139,20 @@ class RequestQueue(Respondent):
             UserError: an engine refused a request, or too many could not start in the place of another.
             RunError: too many engines have died, or one takes too long to start.
         """
+        if self.lenders is not None:
+            self.lenders.look()
         if self.is_stranded and self._revive is not None:
             self._revive()
-        self._send(self._dispatch.assign())
+        if self._lent & self._starting.keys():
+            self._take(0.0)  # they may have loaded weights meanwhile
+        self._send(self._dispatch.assign(self._coming))
         self._take(timeout_s)
+
+    @property
+    def _coming(self) -> int:
+        """Lent engines that load the newest weights, and not for longer than they usually need."""
+        now, known = time.monotonic(), self._starting.keys() & self._loads_s.keys()
+        return sum(now - self._heard[engine] < USUAL * self._loads_s[engine] for engine in known)
 
     @property
     def is_stranded(self) -> bool:
@@ -150,8 +161,9 @@ class RequestQueue(Respondent):
 
     @property
     def loaded(self) -> list[int]:
-        """The engines that have loaded their models: those that get requests, and those that wait for `restore`."""
-        return sorted([*self._dispatch.available, *self.started])
+        """The run's own engines that have loaded their models: those that get requests, and those that wait for
+        `restore`."""
+        return sorted({*self._dispatch.available, *self.started} - self._lent)
 
     def pause(self) -> None:
         """Wait until no engine generates. Requests that are not complete stay where they are."""
@@ -166,7 +178,7 @@ class RequestQueue(Respondent):
         or within `least_s` if that is longer.
 
         Returns:
-            whether all engines of the run have answered, and not only those that had loaded their models.
+            whether all engines of the run itself have answered, and not only those that had loaded their models.
         """
         self.pause()
         told = self._engines.subset(self.loaded).actors
@@ -175,11 +187,11 @@ class RequestQueue(Respondent):
             ref = getattr(self._engines.actors[engine], method).remote()
             self._calls[engine].append(ActorCall(ref, self._engines.names[engine]))
         self.pause()
-        return not self._starting and self._engines.subset(self.loaded).actors == told
+        return not self._starting.keys() - self._lent and self._engines.subset(self.loaded).actors == told
 
     def wait_for_starts(self) -> None:
-        """Wait until no engine loads its model."""
-        while self._starting:
+        """Wait until no engine of the run itself loads its model."""
+        while self._starting.keys() - self._lent:
             self._take(TURN_S)
 
     def drain(self) -> None:
@@ -190,14 +202,51 @@ class RequestQueue(Respondent):
         self.pause()
 
     def restore(self, engine: int) -> None:
-        """Give requests to an engine again that has been replaced."""
+        """Give requests to an engine again that has been replaced or withheld."""
         self.started.discard(engine)
         self._dispatch.restore(engine)
 
+    def admit(self, actor: Any, name: ActorLabel, node: str, phase: str = "gen") -> int:
+        """Add a lent engine; return its index. It gets requests after the calls that `Lenders.next_call` returns.
+
+        Args:
+            node: Ray's id of its node.
+            phase: its row in the timeline.
+        """
+        engine = self._dispatch.add_engine()
+        self._phases.append(phase)
+        self._engines.add(actor, name, node)
+        self._calls.append(deque())
+        self._held.append([])
+        self._heard.append(time.monotonic())
+        self.tokens.append(0)
+        self._unfinished.append(0)
+        self._lent.add(engine)
+        self._slice_s = slice_of(len(self._dispatch.present))
+        return engine
+
+    def prepare(self, engine: int) -> None:
+        """Let a lent engine do what it has to before it gets requests."""
+        assert self.lenders is not None
+        call = self.lenders.next_call(engine)
+        if call is not None:
+            self._starting[engine] = call
+            self._heard[engine] = time.monotonic()
+
+    def withhold_lent(self) -> None:
+        """Give lent engines no more requests before they have the newest weights. None generates at this time."""
+        for engine in self._lent:
+            self._dispatch.withhold(engine)
+            if engine not in self._starting:
+                self.prepare(engine)
+
     def _send(self, assigned: Mapping[int, list[Request]]) -> None:
         """Keep every engine that has requests, with these new ones, supplied with calls."""
-        for index, calls in enumerate(self._calls):
+        for index in self._dispatch.present:
+            calls = self._calls[index]
             self._held[index] += assigned.get(index, [])
+            if index in self._starting or index in self._leaving:
+                continue
             while len(calls) < CALLS_AHEAD and self._dispatch.running(index):
                 if not calls:
                     self._heard[index] = time.monotonic()
@@ -207,14 +256,17 @@ class RequestQueue(Respondent):
 
     def _take(self, timeout_s: float) -> None:
         """Wait for an answer, at most this long, and record all that there are."""
-        first = {calls[0].ref: index for index, calls in enumerate(self._calls) if calls}
+        first = {self._calls[index][0].ref: index for index in self._dispatch.present if self._calls[index]}
         starting = {call.ref: index for index, call in self._starting.items()}
-        refs = [*first, *starting]
-        if not refs:
-            return
+        refs, began = [*first, *starting], time.monotonic()
         with heart.waiting():
-            ray.wait(refs, num_returns=1, timeout=timeout_s)
-            ready, silent = ray.wait(refs, num_returns=len(refs), timeout=0)
+            if refs:
+                ray.wait(refs, num_returns=1, timeout=timeout_s)
+            elif not self._dispatch.present:  # all engines are lent ones, and none is there
+                time.sleep(min(timeout_s, TURN_S))
+        if not self._dispatch.available:  # no engine is idle: they load, or there is none
+            self._busy_s += time.monotonic() - began
+        ready, silent = ray.wait(refs, num_returns=len(refs), timeout=0) if refs else ([], [])
         for ref in ready:
             if ref in first:
                 self._record(first[ref])
@@ -231,20 +283,35 @@ class RequestQueue(Respondent):
         call = self._calls[engine].popleft()
         try:
             found: SliceResult | None = Pending.of_calls([call]).wait()[0]
-        except ActorDiedError as error:
+        except (RunError, RayTaskError) as error:
+            if engine in self._lent:  # whatever goes wrong there, such as too little memory, is no matter of the run
+                ray.kill(self._engines.actors[engine])
+            elif not isinstance(error, ActorDiedError):
+                raise
             self._lose(engine, error)
             return
         self._heard[engine] = time.monotonic()
         if found is None:  # the call is one of `tell`
             return
-        self._busy_s += found.busy_s
+        self._busy_s += found.busy_s / len(self._dispatch.present)
         if found.busy_s:
             now = time.perf_counter()
-            self.spans.add("gen", now - found.busy_s, now)
+            self.spans.add(self._phases[engine], now - found.busy_s, now)
         for number, completion in found.completed:
             self._dispatch.complete(engine, number)
             asked = self._asked.pop(number)
-            asked.found[number], asked.engines[number] = completion, engine
+            asked.found[number], asked.engines[number] = asked.whole(number, completion), engine
+            self.tokens[engine] += completion.sampled
+        if found.begun is not None:
+            ray.kill(self._engines.actors[engine])
+            self._lose(engine, None, found.begun)
+            return
+        self._unfinished[engine] = found.unfinished
+        if found.leaves and engine not in self._leaving:
+            self._leaving.add(engine)
+            self._dispatch.withhold(engine)
+            ref = self._engines.actors[engine].withdraw.remote()
+            self._calls[engine].append(ActorCall(ref, self._engines.names[engine]))
 
     def _record_start(self, engine: int) -> None:
         """Record that an engine has loaded its model in the place of another, or could not.
@@ -253,36 +320,76 @@ class RequestQueue(Respondent):
         """
         call = self._starting.pop(engine)
         try:
-            Pending.of_calls([call]).wait()
+            (seconds,) = Pending.of_calls([call]).wait()
         except (UserError, RayTaskError) as error:
             ray.kill(self._engines.actors[engine])
             self._lose(engine, error)
             return
-        if self._revive is None:
+        if engine in self._lent:
+            if isinstance(seconds, float):
+                self._loads_s[engine] = seconds
+            self.prepare(engine)
+        elif self._revive is None:
             self.restore(engine)
         else:
             self.started.add(engine)
 
-    def _lose(self, engine: int, error: Exception) -> None:
+    def _lose(self, engine: int, error: Exception | None, begun: Mapping[int, Completion] | None = None) -> None:
+        """Let other engines have the requests of one that has ended.
+
+        Args:
+            error: None if the node of a lent engine leaves.
+            begun: the tokens that it has given back.
+        """
         self._calls[engine].clear()
         self._held[engine].clear()
+        self._starting.pop(engine, None)
         self.started.discard(engine)
-        self.repeated += self._dispatch.lose(engine)
+        self._leaving.discard(engine)
+        self._loads_s.pop(engine, None)
+        kept = begun or {}
+        for number, part in kept.items():
+            asked = self._asked[number]
+            asked.begun[number] = asked.whole(number, part)
+            self.tokens[engine] += part.sampled
+        repeated = self._dispatch.lose(engine, engine in self._lent, kept) - len(kept)
+        self.repeated += repeated
+        self.lost_tokens += self._unfinished[engine] if begun is None else 0
+        self._unfinished[engine] = 0
+        if engine in self._lent:
+            assert self.lenders is not None
+            self._lent.remove(engine)
+            self.lenders.left(engine, error, repeated, len(kept))
+            return
+        assert error is not None
         self._starting[engine] = self._replace(engine, error)
         self._heard[engine] = time.monotonic()
 
+    @property
+    def _lent_limit(self) -> tuple[float, str]:
+        """How long a lent engine may be silent, and the option."""
+        assert self.lenders is not None
+        return self.lenders.stall_s, "rollout.lent_stall_s"
+
     def _refuse_late(self, engine: int) -> None:
-        """Raise RunError if an engine takes too long to load its model."""
-        if time.monotonic() - self._heard[engine] > self._start_s:
-            name = self._engines.names[engine]
-            raise RunError(f"no answer within {self._start_s:.0f} s ({MODEL_LIMIT}) from {name}")
+        """Raise RunError if an engine takes too long to load its model. A lent one is ended."""
+        limit_s, option = self._start_s, MODEL_LIMIT
+        if engine in self._lent and self._dispatch.running(engine):  # others could have its requests
+            limit_s, option = self._lent_limit
+        if time.monotonic() - self._heard[engine] <= limit_s:
+            return
+        late = f"no answer within {limit_s:.0f} s ({option})"
+        if engine not in self._lent:
+            raise RunError(f"{late} from {self._engines.names[engine]}")
+        ray.kill(self._engines.actors[engine])
+        self._lose(engine, RunError(late))
 
     def _end_if_stalled(self, engine: int) -> None:
         """End an engine that does not answer; the next look at it finds it dead."""
-        silent_s = time.monotonic() - self._heard[engine]
-        if silent_s > self._stall_s:
-            name = self._engines.names[engine]
-            print(f"warning: {name} has not answered for {silent_s:.0f} s (rollout.stall_s), and is ended", flush=True)
+        silent_s, name = time.monotonic() - self._heard[engine], self._engines.names[engine]
+        limit_s, option = self._lent_limit if engine in self._lent else (self._stall_s, "rollout.stall_s")
+        if silent_s > limit_s:
+            print(f"warning: {name} has not answered for {silent_s:.0f} s ({option}), and is ended", flush=True)
             ray.kill(self._engines.actors[engine])
             self._heard[engine] = time.monotonic()
 

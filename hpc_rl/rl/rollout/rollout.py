@@ -9,11 +9,9 @@ import itertools
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-import ray
 from ray.exceptions import RayTaskError
 
 from hpc_rl.config.rl.pools import pool_of
@@ -25,12 +23,12 @@ from hpc_rl.rl.actors.calls import CALL_TIMEOUT_S, MODEL_LIMIT, ActorCall, wait_
 from hpc_rl.rl.actors.deaths import ActorDiedError, ActorLabel
 from hpc_rl.rl.actors.pools import Pool, Slot
 from hpc_rl.rl.rollout.engine import Placement
-from hpc_rl.rl.rollout.engine_process import EngineProcess
+from hpc_rl.rl.rollout.engine_process import request_engine
+from hpc_rl.rl.rollout.lent import LentEngines
 from hpc_rl.rl.rollout.request_queue import RequestQueue
 from hpc_rl.rl.weights.base import EngineActors
 from hpc_rl.rl.weights.transfers import choose_transfer
 from hpc_rl.software.environment import refuse_expandable_segments
-from hpc_rl.system.accelerators import ENV_RAY_HIDES
 from hpc_rl.training.models.lora import new_like
 
 if TYPE_CHECKING:
@@ -50,6 +48,8 @@ class Rollout(ABC):
 
     queue: RequestQueue
     """What the engines generate."""
+    lent: LentEngines
+    """Those of the engines that other jobs lend."""
 
     def wait_before_workers(self, timeout_s: float) -> None:  # noqa: B027  (only some have to)
         """Wait for engines that have to start before the workers load their models, and put them to sleep."""
@@ -73,6 +73,30 @@ class Rollout(ABC):
         """End the engines after a successful run."""
 
 
+class LentRollout(Rollout):
+    """No engines but those of other jobs."""
+
+    def __init__(self, policy: WorkerGroup, config: PpoConfig, logs: Path) -> None:
+        rollout, start_s = config.rollout, config.trainer.model_timeout_s
+        none = EngineActors([], [], [], SYNC_TIMEOUT_S)
+        self._finishes = not rollout.partial
+        self.queue = RequestQueue(none, rollout.max_num_seqs, rollout.stall_s, start_s, _no_other)
+        self.lent = lent_engines(config, self.queue, policy, logs)
+
+    def wait_until_ready(self, timeout_s: float) -> None:
+        print("the job has no engines (rollout.engines=lent): it waits for nodes of `hpc-rl lend`", flush=True)
+
+    def sync(self) -> None:
+        if self._finishes:
+            self.queue.drain()
+        self.queue.pause()
+        self.queue.version += 1
+        self.lent.publish()
+
+    def sleep(self) -> None:
+        """Do nothing: lent engines have GPUs of their own."""
+
+
 class InProcessRollout(Rollout):
     """Engines in the policy's processes. They start and end with their workers, and take memory when they generate.
 
@@ -81,19 +105,27 @@ class InProcessRollout(Rollout):
         frees_memory: whether `sleep` releases the engines' memory. On CPUs that costs more than it gains.
     """
 
-    def __init__(self, workers: WorkerGroup, config: EngineJob, frees_memory: bool) -> None:
+    def __init__(self, workers: WorkerGroup, config: PpoConfig, frees_memory: bool, logs: Path) -> None:
         self._workers = workers
         self._frees_memory = frees_memory
         places, limit_s = config.rollout.max_num_seqs, CALL_TIMEOUT_S
         self.queue = RequestQueue(workers.engines(), places, limit_s, limit_s, _no_other)
+        self.lent = lent_engines(config, self.queue, workers, logs)
 
     def sync(self) -> None:
         self._workers.sync_engine().wait()
         self.queue.version += 1
+        self.lent.publish()
 
     def sleep(self) -> None:
         if self._frees_memory:
             self._workers.sleep_engine().wait()
+
+
+def lent_engines(config: PpoConfig, queue: RequestQueue, policy: WorkerGroup, logs: Path) -> LentEngines:
+    """Let other jobs lend engines to a queue."""
+    adapters = None if config.rollout.merge_lora or not config.model.lora.is_used else adapter_config(config)
+    return LentEngines(config, queue, lambda: policy.publish_weights().wait(SYNC_TIMEOUT_S), adapters, logs)
 
 
 def _no_other(_engine: int, error: Exception) -> NoReturn:
@@ -151,6 +183,7 @@ class SeparateRollout(Rollout):
             self._fleet.replace,
             revive=self._send_weights,
         )
+        self.lent = lent_engines(config, self.queue, policy, logs)
 
     def wait_before_workers(self, timeout_s: float) -> None:
         if self._sleeps:  # vLLM measures the free memory of the GPU, which has to stay constant meanwhile
@@ -164,6 +197,7 @@ class SeparateRollout(Rollout):
     def sync(self) -> None:
         self._send_weights()
         self.queue.version += 1
+        self.lent.publish()
 
     def _send_weights(self) -> None:
         """Send weights to the engines that have loaded their models. Those that still load wait for a later sync."""
@@ -275,17 +309,9 @@ class Fleet:
         return ActorCall(actor.start.remote(), self.engines.names[engine])
 
     def _create(self, index: int) -> Any:
-        spec, device, share = engine_spec(self._config), self._placement.device, self._placement.gpu_share
-        slots = self._slots[index]
-        spread = len(slots) > 1 and device == "cuda"
-        # The process of an engine on several GPUs requests none, but looks at the GPUs: the processes that it starts
-        # request them.
-        variables = spec.process_environment(device) | ({ENV_RAY_HIDES: "0"} if spread else {})
-        runtime = {"runtime_env": {"env_vars": variables}} if variables else {}
-        own = replace(self._placement, bundles=tuple(slot.bundle for slot in slots) if spread else ())
-        options = slots[0].options(device, 0.0 if spread else share)
-        remote = ray.remote(EngineProcess).options(**options, **runtime)
-        return remote.remote(self._config, self._pool, index, own, self._logs)
+        slots, share = self._slots[index], self._placement.gpu_share
+        cpus = 0.0 if len(slots) > 1 and self._placement.device == "cuda" else share
+        return request_engine(self._config, self._pool, index, self._placement, slots, cpus, self._logs)
 
 
 def engine_slots(pool: Pool, parallel: int) -> Iterator[list[Slot]]:

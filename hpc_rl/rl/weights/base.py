@@ -133,6 +133,11 @@ class EngineActors:
         self.timeout_s = timeout_s
         self.workers_each = workers_each
 
+    def add(self, actor: Any, name: ActorLabel, node: str) -> None:
+        self.actors.append(actor)
+        self.names.append(name)
+        self.nodes.append(node)
+
     def subset(self, indices: Sequence[int]) -> EngineActors:
         actors, names, nodes = ([of[index] for index in indices] for of in (self.actors, self.names, self.nodes))
         return EngineActors(actors, names, nodes, self.timeout_s, self.workers_each)

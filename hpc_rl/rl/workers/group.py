@@ -170,6 +170,10 @@ class WorkerGroup:
         """Send the policy's weights to these engines."""
         return self._all("send_weights", combine=_nothing)
 
+    def publish_weights(self) -> Pending[list[Any]]:
+        """Put the policy's weights into Ray's object store; see `hpc_rl.rl.weights.published`."""
+        return self._all("publish_weights", combine=lambda parts: parts[0])
+
     def sleep_engine(self) -> Pending[None]:
         """Free the device memory of the engines in the workers' processes."""
         return self._all("sleep_engine", combine=_nothing)

@@ -24,6 +24,7 @@ from hpc_rl.rl.carriers.base import ColumnSink, FlatColumns, Parcel
 from hpc_rl.rl.loop.assignment import Shard
 from hpc_rl.rl.rollout.engine import Placement, Request, RolloutEngine, SliceResult, load_engine, run_slice
 from hpc_rl.rl.weights.base import EngineActors, WeightSender, WeightSource
+from hpc_rl.rl.weights.published import publish
 from hpc_rl.rl.weights.transfers import open_sender
 from hpc_rl.rl.workers.actor import Actor
 from hpc_rl.rl.workers.critic import Critic
@@ -183,6 +184,12 @@ class Worker:
         sender: WeightSender = self._part("sender")
         with self.actor.offload.computing():
             sender.send_weights()
+
+    @guards.explain_out_of_memory("publishing weights")
+    def publish_weights(self) -> list[Any]:
+        """Put the policy's weights into Ray's object store; see `hpc_rl.rl.weights.published`."""
+        with self.actor.offload.computing():
+            return publish(self._weights(), self.world, self._training.rollout.sync_bucket_mb * 10**6)
 
     def sleep_engine(self) -> None:
         """Free the device memory of the engine in this process."""

@@ -9,6 +9,9 @@ import sys
 from collections.abc import Callable, Hashable, Iterator
 
 from hpc_rl.adapters.adapter import ProgramPlace
+from hpc_rl.adapters.launchers import launcher_conflicts
+from hpc_rl.adapters.prefixes import plain
+from hpc_rl.adapters.program import Program
 from hpc_rl.config.job import JobConfig
 from hpc_rl.config.ray import RayJobConfig
 from hpc_rl.config.rl.generate import GenerateConfig
@@ -169,8 +172,8 @@ def packages(job: Job) -> Iterator[Question]:
     if has_unknown_python(config):
         return
     yield check_packages, slurm.python, job.row.needs, job.kind
-    if job.row.takes_program and (package := job.adapter.package) is not None and job.adapted.runs_in_job_python:
-        yield check_packages, slurm.python, (package,), job.adapter.title, None
+    if job.row.takes_program and job.adapted.runs_in_job_python and (needs := job.adapter.needs(job.adapted)):
+        yield check_packages, slurm.python, tuple(needs), job.adapter.title, None
     if isinstance(config, PpoConfig) and (file := config.carrier_spec.requirements) is not None:
         yield check_requirements, slurm.python, file
     for package, purpose in _further_packages(config):
@@ -298,7 +301,8 @@ def adapter(job: Job) -> Iterator[Question]:
     if job.row.takes_program:
         trainer = job.config.trainer
         place = ProgramPlace(job.run_dir, trainer.nnodes, trainer.n_gpus_per_node).after_attempts()
-        yield check_conflicts, tuple(job.adapter.conflicts(job.adapted, place))
+        of_launcher = launcher_conflicts(plain(Program(job.typed)), place) if job.kind == "torchrun" else ()
+        yield check_conflicts, (*of_launcher, *job.adapter.conflicts(job.adapted, place))
 
 
 def partition(job: Job) -> Iterator[Question]:

@@ -13,9 +13,13 @@ from typing import Any
 from hpc_rl import __version__
 from hpc_rl.adapters.table import GENERIC, description
 from hpc_rl.config.job import JobConfig
+from hpc_rl.config.lend import LendConfig
 from hpc_rl.config.ray import RayJobConfig
+from hpc_rl.config.rl.ppo import PpoConfig
 from hpc_rl.config.slurm import SlurmConfig
+from hpc_rl.config.training.common import RecordedConfig
 from hpc_rl.errors import UserError
+from hpc_rl.formats.offer import LENT
 from hpc_rl.images import run_options
 from hpc_rl.images.runtimes import runtime_of
 from hpc_rl.liveness.walltime import EARLY_S
@@ -261,12 +265,18 @@ def node_options(job: Job, local: bool = False) -> list[str]:
     _, timeout = _start_timeout_of(config)
     options = ["--processes", str(config.trainer.n_gpus_per_node), "--device", config.trainer.computes_on]
     options += ["--start-timeout", str(timeout)]
-    if config.hang_timeout_s:
+    if config.hang_timeout_s and (isinstance(config.trainer, RecordedConfig) or job.adapter.has_heartbeats):
         options += ["--hang-timeout", f"{config.hang_timeout_s:g}"]
     if job.adapter is not GENERIC:
         options += ["--adapter", job.adapter.name, "--warning", str(config.slurm.warning_s)]
     if config.slurm.interface and not local:
         options += ["--interface", config.slurm.interface]
+    if isinstance(config, LendConfig):
+        options += ["--wait", str(config.lend.wait_s)]
+        options += ["--engine-package", config.lend.engine_package] if config.lend.engine_package else []
+        options += [] if config.lend.resource == LENT else ["--resource", config.lend.resource]
+    if isinstance(config, PpoConfig) and config.rollout.engines == "lent":
+        options.append("--joinable")
     return options + (_ray_options(config) if isinstance(config, RayJobConfig) else [])
 
 

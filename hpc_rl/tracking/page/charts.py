@@ -104,6 +104,7 @@ LEARNING = (
     ),
     Chart("Reward", "mean score of responses", (("critic/score/mean", "training"), ("val/score", "validation"))),
     Chart("Score", "mean of the responses so far", (("generate/score", "score"),)),
+    Chart("Score of checkpoints", "mean of the data sets", (("eval/score", "score"),)),
     Chart(
         "Response length",
         "mean, tokens",
@@ -166,6 +167,8 @@ UPDATES = (
 SPEED = (
     Chart("Throughput", "tokens/s", (("perf/tokens_per_s", "all ranks"),), True),
     Chart("Idle engines", "seconds per step", (("perf/engine_idle_s", "engine"),), True),
+    Chart("Lent engines", "that generated", (("rollout/lent_engines", "engines"),), True),
+    Chart("Tokens of lent engines", "fraction of all", (("rollout/lent_share", "tokens"),), True),
     Chart("MFU", "fraction of the GPUs' peak", (("perf/mfu", "training"), ("perf/mfu/actor", "policy updates")), True),
     Chart("Peak memory", "GB per process", (("perf/max_memory_gb", "process"),), True),
 )
@@ -196,7 +199,7 @@ def plots_of_runs(runs: Sequence[RecordedRun]) -> list[PlotGroup]:
         figures = []
         for chart in charts:
             for key, name in chart.metrics:
-                lines = [Series(run.name, run.points(key), style) for style, run in enumerate(runs)]
+                lines = [Series(run.name, _points(run, key), style) for style, run in enumerate(runs)]
                 lines = [line for line in lines if line.points]
                 if lines:
                     full = chart.title if len(chart.metrics) == 1 else f"{chart.title}, {name}"
@@ -305,11 +308,16 @@ def _few(series: list[Series]) -> list[Series]:
 def _figures(run: RecordedRun, charts: Sequence[Chart], marks: Sequence[float]) -> list[Figure]:
     figures = []
     for chart in charts:
-        lines = [Series(name, run.points(key), 1 if name == "validation" else None) for key, name in chart.metrics]
+        lines = [Series(name, _points(run, key), 1 if name == "validation" else None) for key, name in chart.metrics]
         lines = [line for line in lines if line.points]
         if lines:
             figures.append(Figure(chart.title, chart.unit, Plot(lines, from_zero=chart.from_zero, marks=marks)))
     return figures
+
+
+def _points(run: RecordedRun, key: str) -> list[Point]:
+    """Return (step, value) of a metric; nothing for the score of an evaluation of one model, which has a table."""
+    return [] if key == "eval/score" and run.evaluation else run.points(key)
 
 
 def _seconds(nodes: Sequence[NodeUsage]) -> float:

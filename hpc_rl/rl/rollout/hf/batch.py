@@ -87,7 +87,7 @@ class Slots:
 
     def read(self, slots: Sequence[int], steps: int) -> tuple[NDArray[np.int32], NDArray[np.float32]]:
         """Return the first tokens of some sequences and their log-probabilities, both [N, S]."""
-        index = torch.tensor(slots, device=self.tokens.device)
+        index = torch.tensor(slots, dtype=torch.int64, device=self.tokens.device)
         tokens_NS, logprobs_NS = (x[:, :steps].index_select(0, index).cpu() for x in (self.tokens, self.logprobs))
         return tokens_NS.to(torch.int32).numpy(), logprobs_NS.numpy()
 
@@ -187,12 +187,13 @@ class RunningBatch:
         self._fill_cache(first)
 
     def change_weights(self, version: int) -> None:
-        """Continue with other weights: compute what is in the cache again. No sequence has ended."""
+        """Continue with other weights: compute what is in the cache again. Sequences that have ended have left."""
         if version == self.version:
             return
         for sequence, steps in zip(self.sequences, self.step_B[: self.live].tolist(), strict=True):
             sequence.spans = sequence.spans_of(steps, self.version)
-        self._compute(range(self.live), [text[:-1] for text in self._texts()])
+        if self.live:
+            self._compute(range(self.live), [text[:-1] for text in self._texts()])
         self.version = version
 
     def _texts(self) -> list[NDArray[np.int32]]:
@@ -311,6 +312,21 @@ class RunningBatch:
         for tensor in (self.token_B, self.position_B, self.output_B, self.ended_B):
             tensor.index_copy_(0, to_N, tensor.index_select(0, from_N))
         self.cache.copy_rows(source.tolist(), to.tolist(), int(self.length_B[to].max()))
+
+    @property
+    def unfinished(self) -> int:
+        """Tokens so far of the sequences in the batch."""
+        return int(self.step_B[: self.live].sum())
+
+    def begun(self) -> Iterator[tuple[int, Completion]]:
+        """Yield the tokens so far of the sequences that have any, with the numbers of their requests."""
+        steps_B = self.step_B[: self.live].tolist()
+        tokens_BS, logprobs_BS = self.slots.read(self.slot_B[: self.live].tolist(), max(steps_B, default=0))
+        for sequence, steps, tokens_S, logprobs_S in zip(self.sequences, steps_B, tokens_BS, logprobs_BS, strict=True):
+            if steps:
+                spans = sequence.spans_of(steps, self.version)
+                begun = Completion(tokens_S[:steps].copy(), logprobs_S[:steps].copy(), False, spans)
+                yield sequence.request.number, begun
 
     def collect(self) -> list[tuple[int, Completion]]:
         """Return the responses that have ended since the last call, with the numbers of their requests."""

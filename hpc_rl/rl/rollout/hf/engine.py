@@ -104,6 +104,16 @@ class HfEngine:
     def running(self) -> int:
         return len(self._waiting) + (self._batch.live if self._batch else 0)
 
+    @property
+    def unfinished(self) -> int:
+        return self._batch.unfinished if self._batch else 0
+
+    def withdraw(self) -> dict[int, Completion]:
+        begun = dict(self._batch.begun()) if self._batch else {}
+        self._waiting.clear()
+        self._batch = None
+        return begun
+
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Copy weights into the model's parameters, by the names of named_parameters(), tied ones once.
 

@@ -31,7 +31,7 @@ from hpc_rl.config.training.common import ModelSource
 from hpc_rl.errors import UserError
 from hpc_rl.liveness.heartbeat import heart
 from hpc_rl.rl.actors.process import keep_temporary_files_in_the_job, own_folder
-from hpc_rl.rl.rollout.engine import Completion, Placement, Request, Sampling, Span
+from hpc_rl.rl.rollout.engine import Completion, Placement, Request, Sampling, Span, joined
 from hpc_rl.rl.rollout.http_calls import Calls, HttpAnswer, UnreachableError
 from hpc_rl.rl.rollout.sglang.server import SglangServer
 from hpc_rl.rl.weights.buckets import Bucket, pack, unpack
@@ -130,6 +130,17 @@ class SglangEngine:
     @property
     def running(self) -> int:
         return len(self._waiting) + len(self._sent) + len(self._ended)
+
+    @property
+    def unfinished(self) -> int:
+        """Tokens so far, without those that only the server knows: it reports them at the end of a request."""
+        return sum(len(request.tokens) for request in (*self._waiting, *self._sent.values()))
+
+    def withdraw(self) -> dict[int, Completion]:
+        self._interrupt()
+        begun = {request.number: request.completion() for request in self._waiting if request.tokens}
+        self._waiting.clear()
+        return begun
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Copy all weights at once, from this process. Weights from other processes come by the four calls."""
@@ -335,16 +346,6 @@ class _Running:
             self.ended == "stop",
             joined(self.spans),
         )
-
-
-def joined(spans: Sequence[Span]) -> tuple[Span, ...]:
-    """Join neighbouring spans of the same version: a sync need not change the number of updates."""
-    found: list[Span] = []
-    for span in spans:
-        if found and found[-1].version == span.version:
-            span = Span(span.version, found.pop().tokens + span.tokens)
-        found.append(span)
-    return tuple(found)
 
 
 def request_body(prompt: list[int], sampling: Sampling, seed: int, stop_token_ids: list[int]) -> dict[str, Any]:

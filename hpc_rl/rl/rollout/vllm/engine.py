@@ -38,7 +38,8 @@ from hpc_rl.rl.weights.buckets import pack
 from hpc_rl.software.imports import large_imports
 
 if TYPE_CHECKING:
-    from vllm import LLMEngine, RequestOutput, SamplingParams
+    from vllm import LLMEngine, SamplingParams
+    from vllm.logprobs import SampleLogprobs
     from vllm.lora.request import LoRARequest
 
     from hpc_rl.training.models.causal_lm import CausalLM
@@ -135,7 +136,9 @@ class VllmEngine:
             for output in self._llm.llm_engine.step():
                 if output.finished:
                     number = int(output.request_id)
-                    completed.append((number, _completion(output, self._running.pop(number).spans, version)))
+                    found, spans = output.outputs[0], self._running.pop(number).spans
+                    is_end = found.finish_reason == "stop"
+                    completed.append((number, _response(found.token_ids, found.logprobs, is_end, spans, version)))
             if time.monotonic() >= ends_at:
                 break
         return completed
@@ -143,6 +146,23 @@ class VllmEngine:
     @property
     def running(self) -> int:
         return len(self._running)
+
+    @property
+    def unfinished(self) -> int:
+        return sum(tokens_so_far(self._llm.llm_engine, request.name) for request in self._running.values())
+
+    @ends_with_workers
+    def withdraw(self) -> dict[int, Completion]:
+        states = self._llm.llm_engine.output_processor.request_states
+        begun: dict[int, Completion] = {}
+        for number, request in self._running.items():
+            tokens = states[request.name].detokenizer.output_token_ids
+            if tokens:
+                steps = states[request.name].logprobs_processor.logprobs
+                begun[number] = _response(tokens, steps, False, request.spans, self._version)
+        self._llm.llm_engine.abort_request([request.name for request in self._running.values()], internal=True)
+        self._running.clear()
+        return begun
 
     def _note_version(self, version: int) -> None:
         """Close the spans of requests that have tokens of another version, and discard their keys and values."""
@@ -306,16 +326,21 @@ def tokens_so_far(engine: LLMEngine, name: str) -> int:
     return tokens
 
 
-def _completion(output: RequestOutput, spans: Sequence[Span], version: int) -> Completion:
-    """Return a complete response; the tokens after `spans` are of this version."""
-    response = output.outputs[0]
-    assert response.logprobs is not None
-    logprobs = [step[token].logprob for token, step in zip(response.token_ids, response.logprobs, strict=True)]
-    last = len(response.token_ids) - sum(span.tokens for span in spans)
+def _response(
+    tokens: Sequence[int], steps: SampleLogprobs | None, is_end: bool, spans: Sequence[Span], version: int
+) -> Completion:
+    """Return a response, of which the tokens after `spans` are of this version.
+
+    Args:
+        is_end: whether it ended by itself.
+    """
+    assert steps is not None
+    logprobs = [step[token].logprob for token, step in zip(tokens, steps, strict=True)]
+    last = len(tokens) - sum(span.tokens for span in spans)
     return Completion(
-        np.array(response.token_ids, np.int32),
+        np.array(tokens, np.int32),
         np.array(logprobs, np.float32),
-        response.finish_reason == "stop",
+        is_end,
         (*spans, Span(version, last)) if last else tuple(spans),
     )
 
