@@ -13,6 +13,8 @@ from benchmarks import (
     driver,
     generate,
     gpu_jobs,
+    lenders,
+    lent_weights,
     ray_up,
     rollout,
     rollout_simulation,
@@ -72,6 +74,10 @@ def weight_sync() -> Iterator[str]:
     for name, title in titles.items():
         ratio = "" if name == "copy" else f"{median_ratio(measured['copy'], measured[name]):.0%}".replace("%", " %")
         yield f"| {title} | {median(measured[name]):.3f} | {ratio} |"
+
+
+def weights_of_lent_engines() -> Iterator[str]:
+    yield from map(line, lent_weights.rows_of(result("lent_weights")))
 
 
 def start_of_ray() -> Iterator[str]:
@@ -137,6 +143,7 @@ TABLES = (
     ranks,
     reinforcement_learning,
     weight_sync,
+    weights_of_lent_engines,
     start_of_ray,
     adapters,
     generation,
@@ -153,6 +160,7 @@ SCALE = {
     "scale_meeting": scale_meeting.rows_of,
     "scale_ray_up": ray_up.rows_of,
     "driver": driver.rows_of,
+    "lenders": lenders.rows_of,
 }
 """Results of `make bench-scale`, and what makes the rows of their tables."""
 

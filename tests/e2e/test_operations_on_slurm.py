@@ -202,8 +202,9 @@ def test_a_job_inside_a_job_step_that_holds_the_node_runs(workspace: Workspace) 
     python = shlex.quote(sys.executable)
     submit = f"{python} -m hpc_rl.cli submit torchrun trainer.device=cpu --in-allocation --job-name"
     inside = f"{submit} shares -- nothing.py; echo shared $?"
-    busy = f"srun sleep 600 & {submit} waits slurm.start_timeout_s=5 -- nothing.py; echo waited $?; kill $!"
-    script = f"srun --ntasks=1 bash -c {shlex.quote(inside)}; {busy}"
+    busy = "srun bash -c 'touch busy; exec sleep 600' & until test -e busy; do sleep 0.1; done"
+    waits = f"{submit} waits slurm.start_timeout_s=5 -- nothing.py; echo waited $?; kill $!"
+    script = f"srun --ntasks=1 bash -c {shlex.quote(inside)}; {busy}; {waits}"
     done = subprocess.run(
         ["salloc", "--nodes=1", "--ntasks=1", "--exclusive", "--time=60", "bash", "-c", script], timeout=DEADLINE_S,
         cwd=workspace.folder, env=dict(workspace.environ), capture_output=True, text=True, check=False,

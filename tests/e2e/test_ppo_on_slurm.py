@@ -31,9 +31,14 @@ PPO = [
 
 @pytest.fixture(scope="module")
 def workspace(slurm_cluster: Cluster) -> Workspace:
-    folder = slurm_cluster.shared / f"ppo-{uuid.uuid4().hex[:8]}"
+    return make_ppo_workspace(slurm_cluster)
+
+
+def make_ppo_workspace(cluster: Cluster) -> Workspace:
+    """Return a folder with a small model, sums and a reward."""
+    folder = cluster.shared / f"ppo-{uuid.uuid4().hex[:8]}"
     folder.mkdir()
-    workspace = Workspace(folder, {**slurm_cluster.env, "OMP_NUM_THREADS": "1"})
+    workspace = Workspace(folder, {**cluster.env, "OMP_NUM_THREADS": "1"})
     make_tiny_model(folder / "model", hidden=64, layers=2)
     workspace.ok("data", "arithmetic", "--out", "sums", "--train", "400", "--val", "40")
     (folder / "reward.py").write_text(REWARD)

@@ -17,7 +17,6 @@ from tests.conftest import sandbox_cluster
 from tests.e2e.ray_drivers import COUNT, INTRUDER, LOOK, WAIT
 from tests.e2e.workspace import Workspace
 from tests.marks import long
-from tests.sandbox import network, state
 from tests.sandbox.cluster import Cluster
 from tests.sandbox.processes import DEADLINE_S
 
@@ -170,7 +169,7 @@ def test_a_node_that_is_cut_off_ends_the_job_on_both_sides_before_slurm_knows(pa
     workspace = make_workspace(patient_cluster.shared / "lost", patient_cluster.env)
     before = traces(patient_cluster)
     start_waiting(workspace, "lost", "slurm.requeue=false")
-    network.unplug(state.machines(patient_cluster.name)["ctl"].pid, 2, second="")
+    patient_cluster.cut_off("node2")
     patient_cluster.exec_on("node2", ["pkill", "-KILL", "-x", "slurmd"], check=True)
     status = workspace.folder / "runs" / "lost" / "status.json"
     workspace.wait_until(lambda: "FAILED" in status.read_text(), "the job to end")

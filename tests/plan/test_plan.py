@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from hpc_rl.plan.memory import Phase
-from hpc_rl.plan.plan import Engine, Plan, plan_of
+from hpc_rl.plan.plan import Engine, Plan, plan_of, plan_of_lent
 from hpc_rl.plan.text import arithmetic, cache_text, gigabytes, problem
 from tests.plan.configs import SHAPES, config
 
@@ -132,3 +132,24 @@ def test_disk_of_a_window() -> None:
 )
 def test_gigabytes(size: float, text: str) -> None:
     assert gigabytes(size) == text
+
+
+def test_a_lent_gpu_has_an_engine_and_nothing_else() -> None:
+    """0.9 of a GPU, 2 GB for vLLM itself, weights of 2 bytes and 56 kB for a token."""
+    ours = config("ppo", "data.max_prompt_length=512", "data.max_response_length=512", "trainer.nnodes=2")
+    engine = plan_of_lent(ours, SHAPES, 24e9).engine
+    assert engine is not None and engine.cache == pytest.approx((0.9 * 24e9 - 2e9 - 2 * P) / (2 * 28 * 512 * 2))
+    assert plan_of_lent(ours, SHAPES, 24e9).fits() and not plan_of_lent(ours, SHAPES, 16e9).fits()
+    own = ours.updated("rollout.name", "hf")
+    assert plan_of_lent(own, SHAPES, 17e9).fits()
+    small = plan_of_lent(own, SHAPES, 16e9)
+    assert not small.fits() and problem(small).startswith("the phase `generation` needs 15.3 GB on each GPU (engine")
+
+
+def test_a_run_without_engines_has_none_on_its_gpus() -> None:
+    own, lent = (config("ppo", "rollout.name=vllm", f"rollout.engines={engines}") for engines in ("own", "lent"))
+    assert plan_of(own, SHAPES, 80e9).engine is not None and plan_of(lent, SHAPES, 80e9).engine is None
+    phases = {phase.name: phase for phase in plan_of(lent, SHAPES, 80e9).phases}
+    assert "generation" not in phases and "sleeping engine" not in phases["load"].resident
+    assert plan_of(lent, SHAPES, 80e9).host < plan_of(own, SHAPES, 80e9).host
+    assert plan_of_lent(lent, SHAPES, 80e9).engine is not None

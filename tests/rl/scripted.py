@@ -11,7 +11,7 @@ import numpy as np
 
 from hpc_rl.data.prompts import Prompt
 from hpc_rl.rl.rollout.engine import Completion, Request, Sampling, Span
-from hpc_rl.rl.rollout.request_queue import QueuedResponses
+from hpc_rl.rl.rollout.queued_responses import QueuedResponses
 from hpc_rl.rl.rollout.respondent import Samplings
 
 

@@ -56,7 +56,8 @@ def test_ppo(run: RunDir, events: list[str], monkeypatch: pytest.MonkeyPatch) ->
 def test_generate(run: RunDir, events: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     prepared = SimpleNamespace(parts=SimpleNamespace(is_joined=False))
     monkeypatch.setattr(generation, "prepare", lambda *_: prepared)
-    monkeypatch.setattr(generation, "start_workers", lambda *_: None)
+    monkeypatch.setattr(generation, "start_workers", lambda *_: SimpleNamespace(fleet=None))
+    monkeypatch.setattr(generation, "open_queue", lambda *_: None)
     monkeypatch.setattr(generation, "open_generation", lambda *_: SimpleNamespace())
     monkeypatch.setattr(generation, "generate", fails)
     config: Any = ppo_config()

@@ -33,6 +33,6 @@ def test_ppo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Cap
 
 def test_generate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(generation, "prepare", stops)
-    none: Any = None
-    assert generation.run_generation(none, RunDir(tmp_path), tmp_path) == EXIT_STOPPED
+    config: Any = ppo_config()
+    assert generation.run_generation(config, RunDir(tmp_path), tmp_path) == EXIT_STOPPED
     assert capsys.readouterr().out == f"{TEXT}\n"

@@ -28,17 +28,24 @@ START = "starting: the program loads model and data"
     ],
 )
 def test_what_a_run_does_before_its_first_step(tmp_path: Path, state: str, files: list[str] | None, phase: str) -> None:
-    attempts = [tmp_path] if files is not None else []
+    run = RunDir(tmp_path)
+    attempt = tmp_path / "attempt-1"
+    attempt.mkdir()
     for name in files or ():
-        (tmp_path / name).touch()
-    found = start_phase(state, attempts)
+        (attempt / name).touch()
+    attempts = [attempt] if files is not None else []
+    own_program = start_phase(run, state, attempts)
+    run.config.touch()
+    found = start_phase(run, state, attempts)
     assert found.startswith(phase) and bool(found) == bool(phase)
-    own_program = start_phase(state, attempts, trains=False)
     assert own_program == ("running" if phase == START else found)
+    run.job.write_text(json.dumps({"lends_to": "/runs/math"}))
+    has_begun = bool(files) and files != ["hosts"] and bool(state)
+    assert start_phase(run, state, attempts) == ("its nodes help run math, or wait for it" if has_begun else found)
 
 
 def test_an_attempt_that_cannot_be_listed_runs(tmp_path: Path) -> None:
-    assert start_phase("RUNNING", [tmp_path / "removed"]) == "running"
+    assert start_phase(RunDir(tmp_path), "RUNNING", [tmp_path / "removed"]) == "running"
 
 
 def set_age(path: Path, seconds: float) -> None:

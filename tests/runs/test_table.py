@@ -7,9 +7,12 @@ import pytest
 
 from hpc_rl.cli.text import runs_table, status_text
 from hpc_rl.errors import UserError
+from hpc_rl.formats.offer import LentEnvironments, LentNode, write_lent_nodes
 from hpc_rl.runs import table
 from hpc_rl.runs.finding import find_run
 from hpc_rl.runs.run_sets import find_run_set
+from hpc_rl.runs.status import RunStatus
+from tests.tracking.runs import write_usage
 
 
 @pytest.fixture(autouse=True)
@@ -169,3 +172,35 @@ def test_an_evaluation_names_model_and_data_and_shows_its_score(root: Path) -> N
     assert "eval/score 0.75  sft-1 on test, hard" in runs_table(rows)
     text = status_text(rows[0].status)
     assert "eval/score" in text and "generate/score" not in text
+
+
+def test_a_lender_names_its_run_which_has_its_node_hours_beside_its_own(root: Path) -> None:
+    make_run(root / "math", "2025-01-01T00:00:00", "COMPLETED")
+    make_run(root / "math-lend-1", "2025-01-02T00:00:00", "COMPLETED")
+    job = root / "math-lend-1" / "job.json"
+    job.write_text(json.dumps({**json.loads(job.read_text()), "kind": "lend", "lends_to": str(root / "math")}))
+    assert "lent" not in runs_table(table.find_rows(None)[0])
+    attempt = root / "math" / "attempt-1"
+    attempt.mkdir()
+    write_usage(attempt, 0, 1000.0, 0)
+    write_lent_nodes(attempt, [LentNode("8", "gpu17", joined=1000.0, left=2800.0)])
+    rows = table.find_rows(None)[0]
+    header, math, lender = (line.split() for line in runs_table(rows).splitlines())
+    assert header[-3:] == ["node", "hours", "lent"] and math[-2:] == ["1.00", "0.50"]
+    assert lender[-4:] == ["lends", "to", "math", "0.00"]
+    assert [row.as_dict()["lent_node_hours"] for row in table.ordered(rows, "lent", reverse=True)] == [0.5, 0.0]
+    assert "lends to   math  (runs/math)" in status_text(rows[1].status)
+    assert "lent nodes  gpu17 (job 8): no engine now, 0 tokens, 0%" in status_text(rows[0].status)
+
+
+def test_stays_of_nodes_for_environments_are_joined_by_job() -> None:
+    stays = [("8", "cpu1", 0, 5), ("8", "cpu1", 0, 7), ("8", "cpu2", 4, 1000), ("9", "cpu3", 0, 1)]
+    many = [(str(job), "cpu1", 1, 0) for job in range(10, 40)]
+    found = tuple(LentEnvironments(*stay) for stay in [*stays, *many])
+    lines = status_text(RunStatus("math", "/runs/math", "7", "RUNNING", lent_environments=found)).splitlines()
+    shown = [line.removeprefix("lent nodes  ") for line in lines if line.startswith("lent nodes")]
+    assert shown[:2] == [
+        "2 nodes (job 8): 4 environment processes, 1,012 conversations",
+        "cpu3 (job 9): no environments now, 1 conversation",
+    ]
+    assert len(shown) == 17 and shown[-1] == "16 other jobs: 16 environment processes, 0 conversations"

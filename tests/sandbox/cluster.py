@@ -223,6 +223,15 @@ class Cluster:
         if notice:
             self._update_node(node, "State=DOWN", "Reason=power failure")
 
+    def cut_off(self, node: str, is_off: bool = True) -> None:
+        """Take a node off the network, without notice to its peers, or connect it again. Its processes go on."""
+        machines_of, number = state.machines(self.name), self.nodes.index(node) + 1
+        if is_off:
+            network.unplug(machines_of["ctl"].pid, number, self.spec.second_network)
+            return
+        subnet = state.read(self.name).subnet
+        network.plug_in(machines_of["ctl"].pid, machines_of[node].pid, subnet, number, self.spec.second_network)
+
     def restore_node(self, node: str, timeout: float = DEADLINE_S) -> None:
         """Restart a killed node, empty, and wait until jobs can run there."""
         self._start_machine(node)

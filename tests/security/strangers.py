@@ -76,7 +76,8 @@ def make_whole_run(run: RunDir) -> None:
     make_run(run.path.parent, run.name, exit_code=1)
     job = {"job_id": "7", "kind": "eval", "submitted": "2026-01-01T00:00:00+0000", "command": ["hpc-rl"], "after": "6"}
     plan = {"phase": "training", "peak_gb": 1, "usable_gb": 2, "training_gb": 1, "less": [], "step_s": [1, 2]}
-    run.job.write_text(json.dumps({**job, "plan": plan, "working_dir": str(run.path), "host": "login", "nodes": "n1"}))
+    job |= {"working_dir": str(run.path), "host": "login", "nodes": "n1", "lends_to": "/runs/math"}
+    run.job.write_text(json.dumps({**job, "plan": plan}))
     run.write_status("7", 1, "FAILED", 1)
     run.script.write_text("#!/bin/bash\n#SBATCH --time=1\ntrue\n")
     metric = {"value": 0.5, "low": 0.4, "high": 0.6, "prompts": 9}

@@ -41,6 +41,7 @@ COMMANDS = {
     "stop": ["stop", "RUN"],
     "cancel": ["cancel", "RUN"],
     "requeue": ["requeue", "RUN"],
+    "lend": ["lend", "--dry-run", "RUN"],
     "attach": ["attach", "RUN", "true"],
     "explain a file": ["explain", "FILE"],
     "after": ["submit", "torchrun", "--dry-run", "--after", "RUN", "--", "true"],
@@ -120,7 +121,9 @@ def commands_on(place: Place, terminal: Terminal, file: Path) -> Iterator[str]:
 # What belongs to another user is read as data
 
 
-@pytest.mark.parametrize("words", [["wandb", "sync"], ["attach"], ["stop"], ["cancel"], ["requeue"]], ids=" ".join)
+@pytest.mark.parametrize(
+    "words", [["wandb", "sync"], ["attach"], ["stop"], ["cancel"], ["requeue"], ["lend"]], ids=" ".join
+)
 def test_what_acts_for_the_user_refuses_the_run_of_another(place: Place, terminal: Terminal, words: list[str]) -> None:
     done = terminal.hpc_rl(*words, str(place.run.path), folder=place.home)
     assert done.code == 2 and "belongs to" in done.messages and not done.out, done.text

@@ -74,6 +74,15 @@ def test_a_program_that_cannot_be_is_refused(program: list[str], said: str) -> N
 
 
 @pytest.mark.usefixtures("folder")
+def test_a_launcher_that_requests_another_size_is_refused() -> None:
+    config = compose("torchrun", [], {"trainer.nnodes": 2, "trainer.n_gpus_per_node": 4})
+    typed = ("accelerate", "launch", "--num_processes", "4", "driver.py")
+    job = Job("torchrun", config, RunDir(Path("run").absolute()), Path.cwd(), typed[-1:], typed=typed)
+    with pytest.raises(UserError, match="--num_processes 4, but the job has 8 processes, one for each GPU: leave"):
+        checks.check(job)
+
+
+@pytest.mark.usefixtures("folder")
 def test_any_command_may_be_the_driver() -> None:
     assert check_ray("python", "driver.py", "none.py") == []
     assert check_ray("/none/python", "-m", "verl.trainer.main_ppo", "a=1") == []
@@ -466,6 +475,8 @@ def test_a_run_directory_on_a_disk_of_this_machine_is_a_warning(
             )
             assert "Folder" not in said and "\n" not in said
             assert str(folders.check_shared(disk.path / "runs" / "a", disk.path, nodes)).count("looks like") == 1
+        output = folders.check_shared(Path("/proc/x"), Path("/proc"), nodes, disk.path / "out")
+        assert str(output).startswith("the program's output folder") == warned
         monkeypatch.setattr(nodes, "groups", list)  # there is no cluster
         assert folders.check_shared(disk.path, Path("/proc"), nodes) is None
     monkeypatch.setattr(nodes, "groups", lambda: ["a group"])

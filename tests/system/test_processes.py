@@ -67,6 +67,19 @@ def test_descendants_begin_with_the_children() -> None:
         child.stdout.close()  # type: ignore[union-attr]
 
 
+def test_some_descendants_stay() -> None:
+    code = """
+import os, subprocess
+from hpc_rl.system.processes import descendants, end_descendants
+kept, other = (subprocess.Popen(["sleep", "1000"]) for _ in range(2))
+end_descendants(kept=[kept.pid])
+print(list(descendants(os.getpid())) == [kept.pid])
+kept.kill()
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout == "True\n"
+
+
 def test_a_child_ends_with_its_parent(tmp_path: Path) -> None:
     code = (
         "import os, sys; from hpc_rl.system.processes import start\n"

@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
+from hpc_rl.formats.offer import LentNode
 from hpc_rl.formats.usage import Gpu, NodeUsage, UsageSample
 from hpc_rl.tracking.dashboard import BLOCKS, RunSnapshot, printable, screen, sparkline
 from hpc_rl.tracking.timeline import new_timeline
@@ -132,3 +133,11 @@ def test_any_line_is_printable(text: str) -> None:
 def test_any_values_are_a_line(values: list[float], width: int) -> None:
     line = sparkline(values, width)
     assert len(line) == min(width, len(values)) and set(line) <= set(BLOCKS)
+
+
+def test_jobs_that_lend_nodes() -> None:
+    lent = [LentNode(str(job), f"node{job}", 4, 1000 - job, 0.1) for job in range(6)]
+    for height in (24, 12):
+        text = shown(RunSnapshot("ppo-1", "RUNNING", [], RECORDS, lent_nodes=lent, log=["end"] * 99), height=height)
+        at = text.index("lent  node0 (job 0): 4 engines, 1,000 tokens, 10%")
+        assert text[at + 4] == "lent  2 other jobs: 8 engines, 1,991 tokens, 20%" and len(text) <= max(height, 14)

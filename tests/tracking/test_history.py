@@ -4,6 +4,7 @@ import json
 import os
 from pathlib import Path
 
+from hpc_rl.formats.offer import LentNode, write_lent_nodes
 from hpc_rl.slurm.accounting import JobStart
 from hpc_rl.tracking.history import KILLED, Attempt, History, ended_with, read_history, with_accounting
 from tests.tracking.runs import BEGAN, make_run, write_usage
@@ -91,3 +92,17 @@ def test_a_start_that_began_more_than_a_second_later_is_another_one() -> None:
     for late, state in ((1.0, "TIMEOUT"), (1.5, KILLED)):
         start = JobStart("7", "TIMEOUT", 0, BEGAN + late, BEGAN + 20, 1)
         assert with_accounting(History((killed,)), [start]).attempts[0].state == state
+
+
+def test_lent_nodes_have_node_hours_of_their_own(tmp_path: Path) -> None:
+    """One that was there at the end left with the attempt; one that came after its last sample has none."""
+    run = make_run(tmp_path, attempts=2)
+    lent = [
+        LentNode("41", "a", joined=BEGAN + 600, left=BEGAN + 2400),
+        LentNode("42", "b", joined=BEGAN + 1800),
+        LentNode("43", "c", joined=BEGAN + 3601),
+    ]
+    write_lent_nodes(run.path / "attempt-1", lent)
+    found = read_history(run)
+    assert [attempt.lent_hours for attempt in found.attempts] == [1.0, 0.0]
+    assert (found.node_hours, found.lent_hours) == (4.0, 1.0)

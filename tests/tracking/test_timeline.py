@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from hpc_rl.tracking.timeline import (
     COLOURS,
+    LENT_BY,
     OTHER_COLOUR,
     PHASES,
     PhaseRow,
@@ -137,3 +138,22 @@ def test_a_short_span_is_one_cell() -> None:
     assert cells([(0.0, 5.0), (9.99, 10.0)], 10.0, 4) == [True, True, False, True]
     assert cells([(2.6, 2.61)], 10.0, 4) == [False, True, False, False]
     assert cells([(10.0, 10.0)], 10.0, 4) == [False, False, False, True]
+
+
+def test_engines_of_each_other_job_are_a_row_below_those_of_the_job() -> None:
+    lent = {f"{LENT_BY}job {job}": [(2.0, 4.0), (start, 9.0)] for job, start in (("41_2", 3.0), ("9", 8.0))}
+    phases = {"reward": [(3.0, 4.0)], **lent, "gen": [(0.0, 1.0)], f"{LENT_BY}job <b>": [(0.0, 1.0)]}
+    assert [(row.name, row.colour, row.times) for row in rows(new_timeline(1, 10.0, phases))] == [
+        ("generation", 0, "0 to 1 s"),
+        ("lent by job 9", 0, "2 to 4 s, 8 to 9 s"),
+        ("lent by job 41_2", 0, "2 to 9 s"),
+        ("rewards", 1, "3 to 4 s"),
+    ]
+
+
+def test_many_other_jobs_are_one_row(tmp_path: Path) -> None:
+    path, phases = tmp_path / "timeline.json", {f"{LENT_BY}job {job}": [(job, job + 1.5)] for job in range(5)}
+    write_timeline(path, new_timeline(1, 10.0, phases))
+    found = read_timeline(path, 1)
+    assert found is not None
+    assert [(row.name, row.times) for row in rows(found)] == [("lent by 5 jobs", "0 to 5.5 s")]

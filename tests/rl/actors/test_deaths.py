@@ -7,7 +7,9 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from ray.exceptions import RayActorError, RayError
 
+from hpc_rl.rl.actors import deaths
 from hpc_rl.rl.actors.deaths import ActorLabel, DeathCause, Evidence, Role, death_cause, exit_cause, leave_reason
 from hpc_rl.system.files import tail
 
@@ -139,3 +141,12 @@ def test_an_actors_name_has_the_folder_of_its_log() -> None:
         "rank 1 (log in /runs/a/attempt-1)"
     )
     assert str(ActorLabel("rank 1", "worker")) == "rank 1"
+
+
+def test_a_ray_that_does_not_answer_hides_no_death(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail() -> None:
+        raise RayError("timeout")
+
+    monkeypatch.setattr(deaths.ray, "nodes", fail)
+    found = deaths.evidence(RayActorError(error_msg="it has died\n\tip: 10.0.0.1\n"), None)
+    assert (found.lost_node, found.out_of_memory) == (None, None) and "it has died" in found.error

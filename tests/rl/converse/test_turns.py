@@ -14,7 +14,7 @@ from hpc_rl.errors import RunError
 from hpc_rl.rl.converse.loop_thread import LoopThread
 from hpc_rl.rl.converse.turns import TurnRequests
 from hpc_rl.rl.rollout.engine import Completion, Request, Sampling
-from hpc_rl.rl.rollout.request_queue import QueuedResponses
+from hpc_rl.rl.rollout.queued_responses import QueuedResponses
 from hpc_rl.rl.rollout.respondent import Samplings
 
 PROMPT = Prompt(np.arange(3, dtype=np.int32), None, {}, "")

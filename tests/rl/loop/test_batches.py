@@ -26,7 +26,7 @@ from hpc_rl.rl.loop.draws import Batch, joined_scores, part_of
 from hpc_rl.rl.loop.scoring import ModelScoring, NoBatchError
 from hpc_rl.rl.loop.trainer import greedy_scores
 from hpc_rl.rl.rollout.engine import Completion, Request, Sampling
-from hpc_rl.rl.rollout.request_queue import QueuedResponses
+from hpc_rl.rl.rollout.queued_responses import QueuedResponses
 from tests.rl.ppo_config import ppo_config
 
 PROMPTS = [Prompt(np.array([i], np.int32), str(i), {}, f"prompt {i}") for i in range(10)]
@@ -225,6 +225,13 @@ def test_the_next_step_continues_after_the_last_prompt_that_was_drawn() -> None:
     expected = [p.answer for p in drawn(straight, 1).prompts]
     assert [p.answer for p in drawn(resumed, 1).prompts] == expected
     assert [asked[:2] for asked in again.asked] == [asked[:2] for asked in queue.asked[first:]]
+
+
+def test_a_run_whose_engines_have_all_left_stops_when_it_is_asked_to(monkeypatch: pytest.MonkeyPatch) -> None:
+    drawing, queue = source(ppo_config("rollout.engines=lent"), by_token)
+    monkeypatch.setattr(queue, "turn", lambda timeout_s: None)  # nothing is generated
+    asked = count()
+    assert drawing.draw(0, lambda: next(asked) == 3) is None and queue.is_paused
 
 
 def test_dynamic_sampling_stops_before_it_draws_further_prompts() -> None:

@@ -22,6 +22,7 @@ from hpc_rl.rl.loop.metrics import (
     no_signal_warning,
     not_before,
     reward_metrics,
+    rollout_metrics,
     sampler_warning,
     timeline,
 )
@@ -237,3 +238,15 @@ def test_spans_of_a_worker_that_answers_late_stay_in_the_step(late_s: float, shi
 def test_spans_within_the_step_stay_as_they_are() -> None:
     inside = {"values": [(-2.0, -1.0)]}
     assert not_before(-2.0, inside, 5.0) == inside and not_before(-2.0, {}, 5.0) == {}
+
+
+def test_lent_engines_are_counted_if_any_has_come() -> None:
+    def measured(own: int, before: list[int]) -> dict[str, float]:
+        queue: Any = SimpleNamespace(repeated=0, lost_tokens=0, own=own, tokens=[40, 30, 20, 10])
+        found = rollout_metrics(queue, 3.0, before, {"timing_s/gen": 5.0}, None)
+        return {name.removeprefix("rollout/lent_"): value for name, value in found.items() if "lent" in name}
+
+    assert measured(4, [0, 0, 0, 0]) == {}
+    assert measured(1, [10, 30, 20]) == {"engines": 1.0, "share": 0.25}  # the last one has come in this step
+    assert measured(1, [40, 30, 20, 10]) == {"engines": 0.0, "share": 0.0}
+    assert measured(0, []) == {"engines": 4.0, "share": 1.0}

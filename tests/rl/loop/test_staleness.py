@@ -18,7 +18,7 @@ from hpc_rl.rl.actors.calls import Pending
 from hpc_rl.rl.loop.draws import Draws, prompt_order
 from hpc_rl.rl.loop.staleness import batches_ahead, staleness_metrics, token_ages
 from hpc_rl.rl.rollout.engine import Completion, Request, Sampling, Span
-from hpc_rl.rl.rollout.request_queue import QueuedResponses
+from hpc_rl.rl.rollout.queued_responses import QueuedResponses
 from tests.rl.ppo_config import STALE, ppo_config
 
 SIZE, N = 4, 2

@@ -68,7 +68,7 @@ class Loop:
             rollout=SimpleNamespace(
                 wake=lambda: None,
                 sleep=lambda: None,
-                queue=SimpleNamespace(busy_s=0.0, version=0, spans=Spans()),
+                queue=SimpleNamespace(busy_s=0.0, tokens=[], version=0, spans=Spans()),
             ),
             scoring=SimpleNamespace(take_spans=dict),
             groups=[],

@@ -23,7 +23,7 @@ from hpc_rl.data.prompts import Prompt
 from hpc_rl.rl.actors.calls import Pending
 from hpc_rl.rl.actors.pools import Pool
 from hpc_rl.rl.rollout.engine import Request, Sampling, SliceResult
-from hpc_rl.rl.rollout.request_queue import QueuedResponses
+from hpc_rl.rl.rollout.queued_responses import QueuedResponses
 from hpc_rl.rl.rollout.rollout import SeparateRollout
 from hpc_rl.rl.weights.base import EngineActors
 
@@ -45,6 +45,12 @@ class EngineCall:
 
     def is_ready(self) -> bool:
         return bool(self.engine.end) or self.engine.ray.now >= max(self.ends_at, self.engine.loaded_at)
+
+
+class Response(list[int | None]):
+    """The versions of the weights that generated each slice."""
+
+    sampled = SLICES
 
 
 class EngineActor:
@@ -103,7 +109,7 @@ class EngineActor:
         for versions in self.requests.values():
             versions.append(self.weights)
         complete = [number for number, versions in self.requests.items() if len(versions) == SLICES]
-        completed: list[Any] = [(number, self.requests.pop(number)) for number in complete]
+        completed: list[Any] = [(number, Response(self.requests.pop(number))) for number in complete]
         return SliceResult(completed, slice_s)
 
     def receive(self, version: int | None) -> None:

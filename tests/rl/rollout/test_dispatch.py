@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hpc_rl.rl.rollout.dispatch import Dispatch
-from hpc_rl.rl.rollout.engine import Request, Sampling
+from hpc_rl.rl.rollout.engine import Completion, Request, Sampling
 
 
 def group(first: int, size: int = 1, prompt: int = 3, most: int = 10) -> list[Request]:
@@ -170,3 +170,49 @@ def test_every_request_is_answered_once_whatever_happens(
         if waiting(dispatch) and not bound.keys() - {*answered, *(n for each in running.values() for n in each)}:
             assert all(len(running[engine]) >= places for engine in dispatch.available)
     assert sorted(answered) == list(range(expected))
+
+
+def test_part_of_the_requests_waits_for_engines_that_are_coming() -> None:
+    dispatch = Dispatch(engines=1, places=8)
+    for number in range(9):
+        dispatch.add(group(number))
+    assert numbers(dispatch.assign(coming=2)) == {0: [0, 1, 2]}
+    for number in (0, 1):
+        dispatch.complete(0, number)
+    assert numbers(dispatch.assign(coming=2)) == {0: [3, 4]}  # a third of the 7 that are left
+    assert numbers(dispatch.assign()) == {0: [5, 6, 7, 8]}
+
+
+def test_continued_responses_are_groups_of_their_own() -> None:
+    """Those of one prompt differ after it, so that no engine has to take them together."""
+    dispatch = Dispatch(engines=2, places=4)
+    dispatch.add(group(0, size=2))
+    (first,) = dispatch.assign()
+    begun = Completion(np.zeros(1, np.int32), np.zeros(1, np.float32), finished=False)
+    dispatch.lose(first, begun={0: begun, 1: begun})
+    (second,) = {0, 1} - {first}
+    assert numbers(dispatch.assign()) == {second: [0, 1]}
+    dispatch.lose(second)
+    dispatch.restore(first)
+    dispatch.restore(second)
+    assert numbers(dispatch.assign()) == {0: [0], 1: [1]}
+
+
+def test_engines_come_and_go() -> None:
+    dispatch = Dispatch(engines=0, places=4)
+    for number in range(8):
+        dispatch.add(group(number))
+    assert dispatch.capacity == 0 and dispatch.assign() == {}
+    first, second = dispatch.add_engine(), dispatch.add_engine()
+    assert (first, second, dispatch.capacity, dispatch.assign()) == (0, 1, 10, {})
+    dispatch.restore(first)
+    assert numbers(dispatch.assign()) == {first: [0, 1, 2, 3, 4]}
+    dispatch.withhold(first)
+    dispatch.complete(first, 0)
+    dispatch.add(group(8), after=first)
+    assert dispatch.assign() == {} and dispatch.running(first) == 4 and dispatch.available == []
+    dispatch.restore(second)
+    dispatch.restore(first)
+    assert numbers(dispatch.assign()) == {second: [8, 5, 6, 7]}
+    assert dispatch.lose(first, is_gone=True) == 4 and dispatch.capacity == 5 and len(dispatch.present) == 1
+    assert numbers(dispatch.assign()) == {second: [1]} and waiting(dispatch) == 3

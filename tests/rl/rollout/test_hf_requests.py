@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from hpc_rl.config.training.common import ModelConfig
 from hpc_rl.errors import UserError
-from hpc_rl.rl.rollout.engine import Completion, Request, Sampling, Span, complete
+from hpc_rl.rl.rollout.engine import SEEDS, Completion, Request, Sampling, Span, complete
 from hpc_rl.rl.rollout.hf.batch import STEPS_BETWEEN_CHECKS
 from hpc_rl.rl.rollout.hf.engine import HfEngine
 from hpc_rl.rl.rollout.hf.kv_cache import KVCache
@@ -108,6 +108,38 @@ def test_a_response_does_not_depend_on_other_requests_or_slices(
         np.testing.assert_allclose(completion.logprobs, expected.logprobs, atol=1e-4)
         assert completion.finished == expected.finished
         assert completion.spans == (Span(0, len(completion.token_ids)),)
+
+
+@pytest.mark.parametrize("steps", [0, 1, 3])
+def test_another_engine_continues_what_one_gives_back(model: CausalLM, alone: Alone, steps: int) -> None:
+    added = requests_of(PROMPTS, Sampling(9, temperature=0))
+    engine, other = (HfEngine(model.hf, EOS, max_num_seqs=3) for _ in range(2))
+    engine.add(added)
+    found: dict[int, Completion] = {}
+    for _ in range(steps):
+        found.update(engine.advance(0, 4))
+    unfinished = engine.unfinished
+    begun = engine.withdraw()
+    assert unfinished == sum(len(part.token_ids) for part in begun.values()) and (steps > 0) == bool(begun)
+    assert engine.running == engine.unfinished == 0 and not any(part.finished for part in begun.values())
+    left = [request for request in added if request.number not in found]
+    other.add([request.after(begun[request.number]) if request.number in begun else request for request in left])
+    for number, rest in until_empty(other, version=5).items():
+        found[number] = begun[number].then(rest) if number in begun else rest
+    for request in added:
+        expected, whole = alone(request), found[request.number]
+        assert whole.token_ids.tolist() == expected.token_ids.tolist() and whole.finished == expected.finished
+        np.testing.assert_allclose(whole.logprobs, expected.logprobs, atol=1e-4)
+        first = len(begun[request.number].token_ids) if request.number in begun else 0
+        spans = [Span(4, first), Span(5, len(whole.token_ids) - first)] if request in left else whole.spans
+        assert list(whole.spans) == [span for span in spans if span.tokens]
+
+
+def test_the_rest_of_a_response_is_drawn_with_other_numbers() -> None:
+    begun = Completion(np.array([7, 8], np.int32), np.zeros(2, np.float32), False)
+    rest = Request(3, PROMPTS[1], SEEDS - 1, Sampling(9, 0.5, top_k=4)).after(begun)
+    assert rest.number == 3 and rest.prompt.tolist() == [*PROMPTS[1].tolist(), 7, 8]
+    assert rest.seed == 1 and rest.sampling == Sampling(7, 0.5, top_k=4)
 
 
 def test_a_slice_ends_after_a_step_or_when_nothing_is_left(model: CausalLM) -> None:

@@ -5,6 +5,7 @@ The rules of tests/rl/rollout/simulated_engines.py replace any assertion about t
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,7 +18,7 @@ from hpc_rl.rl.actors import calls, deaths
 from hpc_rl.rl.actors.calls import Pending
 from hpc_rl.rl.actors.deaths import ActorDiedError
 from hpc_rl.rl.actors.pools import ClusterNode, Pool, Slot
-from hpc_rl.rl.rollout import request_queue, rollout
+from hpc_rl.rl.rollout import engine_process, request_queue, rollout
 from hpc_rl.rl.rollout.engine import Placement
 from hpc_rl.rl.rollout.rollout import InProcessRollout, engine_slots
 from hpc_rl.rl.rollout.vllm import adapters as vllm_adapters
@@ -76,7 +77,7 @@ def placements(ray: Cluster) -> list[Placement]:
 @pytest.fixture
 def ray(monkeypatch: pytest.MonkeyPatch) -> Cluster:
     found = Cluster()
-    for module in (rollout, request_queue, calls, deaths):
+    for module in (engine_process, request_queue, calls, deaths):
         monkeypatch.setattr(module, "ray", found)
     for module in (request_queue, calls):
         clock = SimpleNamespace(monotonic=lambda: found.now, perf_counter=lambda: found.now)
@@ -320,7 +321,7 @@ def test_engines_in_the_policys_processes(frees_memory: bool) -> None:
         sync_engine=lambda: Pending(lambda _: state.update(weights=1)),
         sleep_engine=lambda: Pending(lambda _: state.update(memory=0)),
     )
-    in_process = InProcessRollout(workers, ppo_config(), frees_memory)
+    in_process = InProcessRollout(workers, ppo_config(), frees_memory, Path("/logs"))
     in_process.sync()
     assert state == {"weights": 1, "memory": 1} and in_process.queue.version == 1
     in_process.sleep()

@@ -10,11 +10,12 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from hpc_rl.errors import UserError
+from hpc_rl.errors import RunError, UserError
 from hpc_rl.rl.rollout.engine import Completion, Request, SliceResult, Span
 
-HANGS, DIES, REFUSES = 1001, 1002, 1003
-"""Seeds of requests with which the first engine in its place hangs, an engine dies, or it reports a mistake."""
+HANGS, DIES, REFUSES, LACKS_MEMORY = 1001, 1002, 1003, 1004
+"""Seeds of requests with which the first engine in its place hangs, an engine dies, it reports a mistake, or the first
+engine in its place has too little memory."""
 
 
 class CountingEngine:
@@ -22,6 +23,7 @@ class CountingEngine:
         self._is_first = is_first
         self._left: dict[int, tuple[Request, int]] = {}
         self.calls = 0
+        self._leaves = False
 
     def start(self, how: str = "") -> None:
         if how == "hangs":
@@ -48,14 +50,29 @@ class CountingEngine:
                 os.kill(os.getpid(), signal.SIGKILL)
             if request.seed == REFUSES:
                 raise UserError("too long")
+            if request.seed == LACKS_MEMORY and self._is_first:
+                raise RunError("out of memory")
             self._left[request.number] = request, self.calls
         time.sleep(min(slice_s, 0.01) if self._left else 0)
         done = [
-            number for number, (request, since) in self._left.items() if request.seed in (HANGS, self.calls - since)
+            number
+            for number, (request, since) in self._left.items()
+            if request.seed in (HANGS, LACKS_MEMORY, self.calls - since)
         ]
         completed = []
         for number in done:
             request, _ = self._left.pop(number)
             token = np.array([request.seed], np.int32)
             completed.append((number, Completion(token, np.zeros(1, np.float32), True, (Span(version, 1),))))
-        return SliceResult(completed, 0.5)
+        return SliceResult(completed, 0.5, unfinished=7 * len(self._left), leaves=self._leaves)
+
+    def leave(self) -> None:
+        """Let the engine's node be about to leave."""
+        self._leaves = True
+
+    def withdraw(self) -> SliceResult:
+        """Give back all requests, half of them with a token."""
+        part = Completion(np.array([9], np.int32), np.zeros(1, np.float32), False, (Span(0, 1),))
+        begun = {number: part for number in self._left if number % 2}
+        self._left.clear()
+        return SliceResult([], 0.0, begun=begun)

@@ -1,6 +1,6 @@
 """Which of two pretended GPUs each kind of process of a run sees, on a Ray cluster of its own.
 
-    CUDA_VISIBLE_DEVICES=4,5 python devices_seen.py FOLDER
+    CUDA_VISIBLE_DEVICES=4,5 python devices_seen.py FOLDER [lent]
 
 What each process sees is printed as JSON; reward functions and environments run as in a run.
 """
@@ -14,17 +14,20 @@ from pathlib import Path
 from typing import Any
 
 import ray
+from ray.util.placement_group import remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from hpc_rl.config.compose import compose
 from hpc_rl.config.rl.ppo import PpoConfig
+from hpc_rl.formats.offer import LENT
 from hpc_rl.rewards.processes import RewardProcesses
 from hpc_rl.rl.actors import cluster, process
 from hpc_rl.rl.actors.pools import create_pools
 from hpc_rl.rl.converse.environment_hosts import EnvironmentHost
-from hpc_rl.rl.rollout import rollout
+from hpc_rl.rl.rollout import engine_process, rollout
 from hpc_rl.rl.rollout.engine import Placement
 from hpc_rl.rl.rollout.engine_process import EngineProcess
+from hpc_rl.rl.rollout.lent import reserve
 from hpc_rl.rl.workers.worker import Worker
 from hpc_rl.run_dir import RunDir
 from hpc_rl.system.accelerators import ACCELERATORS
@@ -76,6 +79,27 @@ class Engine(Looking, EngineProcess):
         return ray.get([one.seen.remote() for one in made], timeout=TIMEOUT_S)
 
 
+class LentRunner:
+    """The driver of a run whose node is a lent one."""
+
+    def run(self, config: PpoConfig, run: RunDir, logs: Path) -> int:
+        process.begin(cluster.driver_log(logs))
+        engine_process.EngineProcess = Engine  # type: ignore[misc]
+        found: dict[str, Any] = {}
+        placement = Placement("cuda", "host")
+        for parallel in (1, 2):
+            places = [reserve(ray.nodes()[0], "cuda", parallel) for _ in range(2 // parallel)]
+            for index, slots in enumerate(places):
+                engine = engine_process.request_engine(config, "lent", index, placement, slots, 0.0, logs)
+                found[f"engine {index} of {len(places)}"] = ray.get(engine.seen.remote(), timeout=TIMEOUT_S)
+            spread = engine.started.remote([slots[0].group], 1.0)
+            found[f"its {parallel} processes"] = ray.get(spread, timeout=TIMEOUT_S)
+            for slots in places:
+                remove_placement_group(slots[0].group)
+        (logs / "found.json").write_text(json.dumps(found))
+        return 0
+
+
 class Runner:
     """The driver."""
 
@@ -94,7 +118,7 @@ class Runner:
             actors[f"rank {slot.rank}"] = made
         actors["an environment host"] = ray.remote(Host).options(num_cpus=0).remote("n", logs)
         actors["somebody else's actor"] = ray.remote(Looking).options(num_cpus=0).remote()
-        rollout.EngineProcess = Engine  # type: ignore[misc]
+        engine_process.EngineProcess = Engine  # type: ignore[misc]
         for parallel in (1, 2):
             size = {"rollout": config.rollout.model_copy(update={"tensor_parallel_size": parallel})}
             fleet = rollout.Fleet(config.model_copy(update=size), pool, Placement("cuda", "nccl", gpu_share=0.25), logs)
@@ -112,8 +136,10 @@ class Runner:
 if __name__ == "__main__":
     folder = Path(sys.argv[1])
     options = ("trainer.device=cuda", "trainer.n_gpus_per_node=2", "rollout.name=vllm")
-    config = compose("ppo", [*REQUIRED, *SMALL, *options, "ray_kwargs.ray_init={num_cpus: 4, num_gpus: 2}"])
+    is_lent = sys.argv[2:] == ["lent"]
+    more = f", resources: {{{LENT}: 2}}" if is_lent else ""
+    config = compose("ppo", [*REQUIRED, *SMALL, *options, f"ray_kwargs.ray_init={{num_cpus: 4, num_gpus: 2{more}}}"])
     assert isinstance(config, PpoConfig)
-    code = cluster.run_driver(config, Runner, RunDir(folder), folder)
+    code = cluster.run_driver(config, LentRunner if is_lent else Runner, RunDir(folder), folder)
     print((folder / "found.json").read_text())
     sys.exit(code)

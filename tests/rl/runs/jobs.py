@@ -27,7 +27,7 @@ from hpc_rl.config.rl.ppo import PpoConfig
 from hpc_rl.rl.actors.pools import release_pools
 from hpc_rl.rl.loop import setup, trainer
 from hpc_rl.rl.loop.state import PpoState
-from hpc_rl.rl.rollout import rollout
+from hpc_rl.rl.rollout import engine_process
 from hpc_rl.rl.rollout.engine_process import EngineProcess
 from hpc_rl.rl.workers import group
 from hpc_rl.rl.workers.worker import Worker
@@ -72,7 +72,7 @@ class Hosts:
     def stand_in(self, patch: pytest.MonkeyPatch) -> None:
         """Let runs take these processes."""
         patch.setattr(group, "ray", SimpleNamespace(remote=lambda _: self))
-        patch.setattr(rollout, "ray", SimpleNamespace(remote=lambda _: self.engines))
+        patch.setattr(engine_process, "ray", SimpleNamespace(remote=lambda _: self.engines))
 
     def all_free(self) -> None:
         self._taken.clear()

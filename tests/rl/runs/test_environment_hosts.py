@@ -6,6 +6,7 @@ import os
 import signal
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from hpc_rl.environments.pool import Conversation
 from hpc_rl.environments.requests import EnvironmentSpec
 from hpc_rl.environments.tool_calls import ToolCall
 from hpc_rl.errors import RunError, UserError
+from hpc_rl.formats.offer import LentEnvironments, read_lent_environments
 from hpc_rl.rl.actors.pools import ClusterNode, cluster_nodes
 from hpc_rl.rl.converse import environment_hosts
 from hpc_rl.rl.converse.environment_hosts import EnvironmentFleet, nodes_of_job, open_environments
@@ -179,6 +181,46 @@ def test_an_environment_that_cannot_be_loaded(opened: Open) -> None:
         opened("class Other: ...")
 
 
+def test_a_lent_node_takes_conversations_and_leaves(
+    cluster: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (own,) = cluster_nodes()
+    far = {replace(own, name="far"): "41"}
+    lent: dict[ClusterNode, str] = {}
+    monkeypatch.setattr(environment_hosts, "lent_for_environments", lambda: dict(lent))
+    monkeypatch.setattr(environment_hosts, "LOOK_S", 0.05)
+    (tmp_path / "own.py").write_text(OWN)
+    wanted = EnvironmentSpec(f"{tmp_path}/own.py:Own", {}, [], 1000)
+    fleet = EnvironmentFleet(wanted, 1, TIMEOUT_S, [own], tmp_path, takes_lent=True)
+    try:
+        lent |= far
+        wait_until(lambda: fleet.workers == 2)
+        talks = [begun(fleet, start=start) for start in (1, 2)]
+        pids = [pid_of(talk) for talk in talks]
+        assert pids[0] != pids[1] and (tmp_path / "node0-lent41-environments.log").exists()
+        wait_until(lambda: read_lent_environments(tmp_path) == [LentEnvironments("41", "far", 1, 1)])
+        lent.clear()
+        wait_until(lambda: fleet.workers == 1)
+        error = talks[1].answer("", [ToolCall("pid", {})]).result(TIMEOUT_S).error
+        assert "the environments on node far (job 41) are lost: its job has ended" in str(error)
+        assert talks[1].finish().result(TIMEOUT_S).error and talks[0].finish().result(TIMEOUT_S).score == 1
+        assert begun(fleet, start=3).finish().result(TIMEOUT_S).score == 3
+        assert read_lent_environments(tmp_path) == [LentEnvironments("41", "far", 0, 1)]
+        (tmp_path / "own.py").write_text("class Other: ...")  # as on a node without what the environment needs
+        lent |= {replace(own, name="bare"): "42"}
+        wait_until(lambda: "the environments on node bare (job 42) are lost: " in capfd.readouterr().out)
+        assert fleet.workers == 1
+    finally:
+        fleet.close()
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + TIMEOUT_S
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
 def test_a_job_of_one_node_needs_no_actor(cluster: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "own.py").write_text(OWN)
     config = ppo_config(f"environment.name={tmp_path}/own.py:Own", "environment.workers=1")
@@ -188,7 +230,9 @@ def test_a_job_of_one_node_needs_no_actor(cluster: None, tmp_path: Path, monkeyp
     monkeypatch.setattr(environment_hosts, "cluster_nodes", lambda: [far, own, far])
     assert nodes_of_job(2) == [own, far]
     monkeypatch.setattr(environment_hosts, "cluster_nodes", lambda: [own, own, own])
-    for nodes, kind, workers in ((1, "EnvironmentPool", 1), (2, "EnvironmentFleet", 2)):
+    pool, fleet = "EnvironmentPool", "EnvironmentFleet"
+    for nodes, is_open, kind, workers in ((1, False, pool, 1), (1, True, fleet, 1), (2, False, fleet, 2)):
+        monkeypatch.setattr(environment_hosts, "takes_lent_nodes", lambda logs, is_open=is_open: is_open)
         found = open_environments(config.updated("trainer.nnodes", nodes), tmp_path)
         assert (type(found).__name__, found.workers) == (kind, workers)
         found.close()

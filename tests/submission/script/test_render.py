@@ -137,8 +137,13 @@ GOLDEN_SETTINGS: dict[str, dict[str, Any]] = {
         "ray.dashboard": True,
     },
     "doctor": {},
+    "lend": {"lend.engine_package": "vllm"},
 }
-PROGRAMS = {"torchrun": ("train.py", "--lr", "1e-4"), "ray": ("python", "my driver.py", "--lr", "1e-4")}
+PROGRAMS = {
+    "lend": ("/scratch/me/runs/math",),
+    "torchrun": ("train.py", "--lr", "1e-4"),
+    "ray": ("python", "my driver.py", "--lr", "1e-4"),
+}
 
 
 @pytest.mark.parametrize("name", GOLDEN_SETTINGS)

@@ -13,14 +13,15 @@ import pytest
 
 from hpc_rl.config.tree import flat
 from hpc_rl.errors import UserError
+from hpc_rl.formats.offer import LentNode, write_lent_nodes
 from hpc_rl.run_dir import RunDir
 from hpc_rl.tracking.history import History
 from hpc_rl.tracking.page import report
 from hpc_rl.tracking.page.plot import MOST_BINS
 from hpc_rl.tracking.page.report import UPLOT, failure_reported, render_page, report_end, write_page
 from hpc_rl.tracking.recorded import RecordedRun, differences, read_run
-from hpc_rl.tracking.timeline import COLOURS
-from tests.tracking.runs import HOSTILE, PPO, SFT, make_run
+from hpc_rl.tracking.timeline import COLOURS, LENT_BY
+from tests.tracking.runs import BEGAN, HOSTILE, PPO, SFT, SPANS, make_run, plot_titles
 
 PAGE = Path(report.__file__).parent
 STYLE = PAGE / "style.css"
@@ -301,3 +302,19 @@ def test_evaluations_are_a_table_that_compares_runs(tmp_path: Path) -> None:
         and "12.5 %" in text
         and "In brackets: 95%, bootstrap." in text
     )
+
+
+def test_jobs_that_lent_nodes(tmp_path: Path) -> None:
+    run = make_run(tmp_path, attempts=2, metrics={**PPO, "rollout/lent_engines": 2.0, "rollout/lent_share": 0.3})
+    run.timeline.write_text(
+        json.dumps({"step": 20, "seconds": 20.0, "phases": {**SPANS, f"{LENT_BY}job 41": [[1.0, 7.0]]}})
+    )
+    lent = [
+        LentNode("41", "gpu17", 4, 1204224, 0.31, 4, BEGAN, BEGAN + 900),
+        LentNode("42", HOSTILE, places=2, joined=BEGAN + 1800),
+    ]
+    write_lent_nodes(run.path / "attempt-1", lent)
+    text = page_of(run).text
+    assert "4.00 + 0.75 lent node hours" in text and "2.00 + 0.75 lent" in text
+    assert re.search(r"gpu17 \(job 41\)2023-11-1\d \d\d:\d\d2023-11-1\d \d\d:\d\d41,204,22431%", text)
+    assert "lent by job 41" in text and {"Lent engines", "Tokens of lent engines"} <= plot_titles(run.path)

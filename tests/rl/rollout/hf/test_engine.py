@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from hpc_rl.config.training.common import ModelConfig
 from hpc_rl.errors import UserError
-from hpc_rl.rl.rollout.engine import Completion, Sampling, complete
+from hpc_rl.rl.rollout.engine import Completion, Request, Sampling, Span, complete
 from hpc_rl.rl.rollout.hf.batch import STEPS_BETWEEN_CHECKS, Slots, micro_batches
 from hpc_rl.rl.rollout.hf.engine import HfEngine
 from hpc_rl.rl.rollout.sampling import uniforms
@@ -240,6 +240,20 @@ def test_new_weights_take_effect(tmp_path: Path, tie: bool) -> None:
     engine.load_weights(weights[3:])
     after = token_lists(complete(engine, given, range(7), GREEDY))
     assert before != after == token_lists(generate(other, given, GREEDY))
+
+
+def test_weights_change_between_the_last_of_some_and_the_first_of_others(tmp_path: Path) -> None:
+    """The sequences of a slice have all ended, and the other requests still wait."""
+    engine = HfEngine(sharp_model(tmp_path).hf, (), max_num_seqs=2)
+    for version, sampling in ((0, Sampling(1)), (1, Sampling(1))):
+        engine.add([Request(number, prompt, 0, sampling) for number, prompt in enumerate(prompts()[:3])])
+        found = engine.advance(0.0, version)
+        assert [completion.spans for _, completion in found] == [(Span(version, 1),)] * 2 and engine.running == 1
+        ((number, last),) = engine.advance(0.0, version + 1)
+        assert number == 2 and last.spans == (Span(version + 1, 1),)
+    engine.add([Request(number, prompt, 0, Sampling(1)) for number, prompt in enumerate(prompts()[:3])])
+    engine.advance(0.0, 2)
+    assert engine.withdraw() == {} and not engine.running
 
 
 def test_buffers_that_files_contain_are_weights_too(tmp_path: Path) -> None:

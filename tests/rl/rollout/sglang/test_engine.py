@@ -14,9 +14,9 @@ import pytest
 import torch
 
 from hpc_rl.errors import RunError, UserError
-from hpc_rl.rl.rollout.engine import Completion, Request, Sampling, Span, complete
+from hpc_rl.rl.rollout.engine import Completion, Request, Sampling, Span, complete, joined
 from hpc_rl.rl.rollout.sglang import engine as sglang
-from hpc_rl.rl.rollout.sglang.engine import SglangEngine, _Running, joined, request_body
+from hpc_rl.rl.rollout.sglang.engine import SglangEngine, _Running, request_body
 from hpc_rl.rl.weights.base import WeightReceiver, receiver_of
 from hpc_rl.rl.weights.buckets import pack
 from hpc_rl.training.models.causal_lm import CausalLM
@@ -176,6 +176,23 @@ def test_an_interrupted_response_is_what_it_would_have_been(engine: SglangEngine
     assert {completion.spans for completion in found.values()} == {
         (Span(0, len(completion.token_ids)),) for completion in expected
     }
+
+
+def test_what_is_given_back_continues_as_another_request(engine: SglangEngine, model: CausalLM) -> None:
+    greedy = Sampling(100, temperature=0)
+    expected = complete(engine, prompts(), range(7), greedy)
+    requests = [Request(number, prompt, number, greedy) for number, prompt in enumerate(prompts())]
+    engine.add(requests)
+    found = dict(engine.advance(0.05, 0))
+    begun = engine.withdraw()
+    found.update(engine.advance(0.0, 0))
+    assert not engine.running and not engine.unfinished
+    missing = [request for request in requests if request.number not in found]
+    engine.add([request.after(begun[request.number]) if request.number in begun else request for request in missing])
+    while engine.running:
+        for number, rest in engine.advance(0.05, 0):
+            found[number] = begun[number].then(rest) if number in begun else rest
+    assert token_lists([found[number] for number in range(7)]) == token_lists(expected)
 
 
 def test_a_sleep_loses_the_weights_and_an_update_brings_them_back(engine: SglangEngine, model: CausalLM) -> None:

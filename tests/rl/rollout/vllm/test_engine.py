@@ -101,6 +101,24 @@ class EngineActor:
             found.update(self.engine.advance(0.01, 5))
         return [found[request.number] for request in requests]
 
+    def withdrawn(self, requests: Sequence[Request]) -> tuple[list[Completion], int, int]:
+        """Give requests back as soon as one has a token, and then generate what is missing. Return also the tokens that
+        the engine counted and those that it gave back."""
+        self.engine.add(requests)
+        found: dict[int, Completion] = {}
+        while self.engine.running and not self.engine.unfinished:
+            found.update(self.engine.advance(0.0, 0))
+        unfinished, begun = self.engine.unfinished, self.engine.withdraw()
+        assert self.engine.running == self.engine.unfinished == 0
+        for request in requests:
+            if request.number not in found:
+                self.engine.add([request.after(begun[request.number]) if request.number in begun else request])
+        while self.engine.running:
+            for number, rest in self.engine.advance(0.01, 0):
+                found[number] = begun[number].then(rest) if number in begun else rest
+        given = sum(len(part.token_ids) for part in begun.values())
+        return [found[request.number] for request in requests], unfinished, given
+
     def load(self, named: list[tuple[str, Any]]) -> None:
         self.engine.load_weights((name, torch.tensor(array)) for name, array in named)
 
@@ -390,6 +408,19 @@ def test_requests_that_arrive_one_after_the_other_have_the_same_responses(settin
         assert completion.token_ids.tolist() == alone.token_ids.tolist()
         assert completion.finished == alone.finished and completion.spans == (Span(0, len(alone.token_ids)),)
         setting.check([request.prompt], [completion], request.sampling.temperature or 1.0)
+
+
+@needs_vllm
+def test_what_is_given_back_continues_as_another_request(setting: Setting) -> None:
+    setting.sync()
+    greedy = setting.sampling(temperature=0.0)
+    requests = [Request(number, prompt, number, greedy) for number, prompt in enumerate(prompts())]
+    found, unfinished, given = setting.call("withdrawn", requests)
+    assert unfinished == given > 0
+    expected = setting.call("generate", prompts(), [1, 2, 3], greedy)
+    assert [one.token_ids.tolist() for one in found] == [one.token_ids.tolist() for one in expected]
+    assert [(one.finished, one.spans) for one in found] == [(one.finished, one.spans) for one in expected]
+    setting.check(prompts(), found, 1.0)
 
 
 @needs_vllm

@@ -17,9 +17,10 @@ import ray
 from hpc_rl.data.prompts import Prompt
 from hpc_rl.rl.actors.cluster import start_ray
 from hpc_rl.rl.actors.pools import create_pools
-from hpc_rl.rl.rollout import rollout
+from hpc_rl.rl.rollout import engine_process, rollout
 from hpc_rl.rl.rollout.engine import Placement, Sampling
-from hpc_rl.rl.rollout.request_queue import QueuedResponses, RequestQueue
+from hpc_rl.rl.rollout.queued_responses import QueuedResponses
+from hpc_rl.rl.rollout.request_queue import RequestQueue
 from tests.helpers import make_tiny_model
 from tests.rl.ppo_config import ppo_config
 from tests.rl.rollout.vllm.test_engine import needs_vllm
@@ -95,7 +96,7 @@ def setting(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Setting]:
         patch.setenv("TMPDIR", temporary)
         patch.setenv("VLLM_CACHE_ROOT", str(folder / "cache"))
         patch.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")
-        patch.setattr(rollout, "EngineProcess", PretendedEngine)
+        patch.setattr(engine_process, "EngineProcess", PretendedEngine)
         start_ray(
             num_cpus=4,
             num_gpus=4,
