@@ -55,8 +55,8 @@ from hpc_rl.rl.loop.batches import SynchronousBatches
 from hpc_rl.rl.loop.metrics import timeline
 from hpc_rl.rl.loop.state import PpoState
 from hpc_rl.rl.rollout.dispatch import Dispatch
-from hpc_rl.rl.rollout.engine import Completion, Span
-from hpc_rl.rl.rollout.request_queue import QueuedResponses, Request
+from hpc_rl.rl.rollout.engine import Completion, Request, Span
+from hpc_rl.rl.rollout.queued_responses import QueuedResponses
 from hpc_rl.rl.rollout.respondent import Samplings
 from hpc_rl.rl.workers.group import WorkerGroup
 from hpc_rl.run_dir import RunDir
@@ -172,10 +172,11 @@ class Engines:
         completions: the responses of each step.
     """
 
-    busy_s, version, repeated = 0.0, 0, 0
+    busy_s, version, repeated, lost_tokens = 0.0, 0, 0, 0
 
     def __init__(self, count: int, completions: Sequence[Completion]) -> None:
         self.queue = self
+        self.own, self.tokens = count, [0] * count
         self.spans = Spans()
         self._completions = completions
         self._dispatch = Dispatch(count, PLACES)

@@ -17,7 +17,7 @@ import numpy as np
 from hpc_rl.data.prompts import Prompt
 from hpc_rl.rl.rollout.dispatch import Dispatch
 from hpc_rl.rl.rollout.engine import Completion, Request, Span
-from hpc_rl.rl.rollout.request_queue import QueuedResponses
+from hpc_rl.rl.rollout.queued_responses import QueuedResponses
 from hpc_rl.rl.rollout.respondent import Samplings
 
 StepSeconds = Callable[[int], float]
@@ -90,6 +90,20 @@ class VirtualEngine:
         self._version = version
         self._now = now + seconds + tokens * token_s
         self.busy_s += tokens * token_s
+
+    @property
+    def steps(self) -> float:
+        """Tokens so far of a response that has been computed from the beginning."""
+        return self._steps
+
+    def progress(self, steps: float) -> dict[int, float]:
+        """Return the tokens that each response which is being computed had when `steps` was this number."""
+        return {row.number: max(0.0, steps - row.begins[0][1]) for row in self._rows}
+
+    def skip(self, now: float, busy_s: float = 0.0) -> None:
+        """Go to this time without generating, and then compute something else for some seconds, such as prompts."""
+        self._now = max(self._now, now) + busy_s
+        self.busy_s += busy_s
 
     def _move(self, now: float) -> None:
         """Generate until this time, at which no response is due earlier."""
