@@ -14,7 +14,7 @@
 # make test-sglang-api   SGLang's HTTP API in its newest wheel, which is downloaded (40 MB; no GPU)
 # make test-peft   exported adapters loaded by peft, which is downloaded for the test
 # make test-triton   kernels of Liger and flash-linear-attention in Triton's interpreter, which are downloaded for the test
-# make test-programs   other people's training programs, downloaded (3 GB): their own functions, and jobs on real nodes
+# make test-programs   other people's training programs, downloaded (11 GB): their own functions, and jobs on real nodes
 # make models-table   the table of docs/models.md: every family of models and what was tried with it
 # make bench   the measurements of docs/benchmarks.md
 # make bench-scale   the measurements of docs/scale.md, with stand-ins for many nodes
@@ -164,6 +164,7 @@ bench: .venv/test build/bench
 	$(BIN)/python -m benchmarks.ray_up
 	$(BIN)/python -m benchmarks.ppo
 	$(BIN)/python -m benchmarks.weight_sync
+	$(BIN)/python -m benchmarks.lent_weights
 	$(BIN)/python -m benchmarks.carrier
 	$(BIN)/python -m benchmarks.generate
 	$(BIN)/python -m benchmarks.rollout --engine hf
@@ -177,6 +178,7 @@ bench-scale: .venv/test
 	$(BIN)/python -m benchmarks.scale_meeting
 	$(BIN)/python -m benchmarks.driver
 	$(BIN)/python -m benchmarks.ray_up --nodes 8 --repeats 1 --name scale_ray_up
+	$(BIN)/python -m benchmarks.lenders
 
 # The API reference is read from the source, so this environment needs no torch.
 docs: .venv-docs
