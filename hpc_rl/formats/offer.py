@@ -54,6 +54,8 @@ class Offer:
     """Packages that both sides have to have alike, and Python's."""
     continues: bool = False
     """Whether other engines continue the responses of one that leaves (rollout.partial)."""
+    token: str = ""
+    """SHA-256 of the token. Ray takes minutes to end on a node that has another one."""
 
     def write(self, attempt_dir: Path) -> None:
         """Write the offer into the folder of an attempt, which is private."""
@@ -71,11 +73,11 @@ class Offer:
 def read_offer(attempt_dir: Path) -> Offer | None:
     """Return the offer of an attempt; None if there is none."""
     record = read_json(attempt_dir / _FILE)
-    address, model, versions = (record.get(name) for name in ("gcs_address", "model", "versions"))
+    address, model, versions, token = (record.get(name) for name in ("gcs_address", "model", "versions", "token"))
     if not (isinstance(address, str) and isinstance(model, str) and isinstance(versions, dict)):
         return None
     wanted = {str(name): str(value) for name, value in versions.items()}
-    return Offer(address, model, wanted, record.get("continues") is True)
+    return Offer(address, model, wanted, record.get("continues") is True, token if isinstance(token, str) else "")
 
 
 @dataclass

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import secrets
 from pathlib import Path
 
@@ -16,3 +17,11 @@ def make_token(path: Path) -> bytes:
     path.touch(mode=0o600, exist_ok=False)
     path.write_bytes(token)
     return token
+
+
+def digest_of(path: Path) -> str:
+    """Return the SHA-256 of a token, which tells nothing of it; an empty text if there is none."""
+    try:
+        return hashlib.sha256(path.read_bytes()).hexdigest()
+    except OSError:
+        return ""

@@ -126,6 +126,11 @@ def test_lenders_that_cannot_join_end_with_one_line(workspace: Workspace, cluste
     offer.write_text(json.dumps({**offered, "gcs_address": "203.0.113.9:6379"}))  # leads to nowhere (RFC 5737)
     ends_with("does not reach the first node of run guest4 (203.0.113.9:6379)")
     offer.write_text(json.dumps(offered))
+    token = run / "attempt-1/.ray-token"
+    kept = token.read_text()
+    token.write_text("0" * len(kept))
+    ends_with(f"its token {token} has been replaced since the run began")
+    token.write_text(kept)
     cluster.exec_on("node2", ["mount", "-t", "tmpfs", "none", str(run.parents[1])], check=True)
     ends_with(f"node2 does not see the directory of run guest4, {run}")
     cluster.exec_on("node2", ["umount", str(run.parents[1])], check=True)

@@ -21,7 +21,7 @@ from hpc_rl.formats.offer import (
 
 def test_an_offer_arrives_or_is_left_out(tmp_path: Path) -> None:
     assert read_offer(tmp_path) is None
-    offer = Offer("10.0.0.1:6379", "/models/qwen", versions_of("pytest"))
+    offer = Offer("10.0.0.1:6379", "/models/qwen", versions_of("pytest"), True, "1f")
     offer.write(tmp_path)
     assert read_offer(tmp_path) == offer and {"python", "hpc-rl", "ray", "pytest"} <= offer.versions.keys()
     (tmp_path / "offer.json").write_text('{"gcs_address": 3, "model": "m", "versions": {}}')

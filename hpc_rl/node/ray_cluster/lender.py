@@ -31,7 +31,7 @@ from hpc_rl.node.signals import handle_signals
 from hpc_rl.run_dir import RunDir, outcome_file
 from hpc_rl.slurm.allocation import Allocation
 from hpc_rl.slurm.states import end_of
-from hpc_rl.software.ray_token import TOKEN
+from hpc_rl.software.ray_token import TOKEN, digest_of
 from hpc_rl.system.disk import tolerate_lost_output
 from hpc_rl.system.files import open_to_append, write_atomically
 from hpc_rl.system.processes import adopt_orphans, descendants, end_descendants
@@ -160,6 +160,11 @@ def _refuse(host: Host, run: RunDir, node: str, package: str | None) -> None:
         raise UserError(
             f"node {node} does not find the model of run {run.name}, {model}: put it on a file system that the nodes "
             "of both jobs share, or choose another partition"
+        )
+    if digest_of(host.token) != host.offer.token and host.is_open():
+        raise UserError(
+            f"node {node} cannot join run {run.name}: its token {host.token} has been replaced since the run began. "
+            f"To continue with a new one: hpc-rl stop {run.path}, then submit the run again"
         )
     if not host.is_reached() and host.is_open():
         raise UserError(

@@ -31,6 +31,7 @@ from hpc_rl.rl.actors.pools import Slot, node_of, takes_lent_nodes
 from hpc_rl.rl.rollout.engine import Placement
 from hpc_rl.rl.rollout.engine_process import request_engine
 from hpc_rl.rl.rollout.request_queue import RequestQueue
+from hpc_rl.software.ray_token import TOKEN, digest_of
 from hpc_rl.system.accelerators import ray_resource
 from hpc_rl.system.files import write_atomically
 from hpc_rl.tracking.timeline import LENT_BY
@@ -100,8 +101,8 @@ class LentEngines:
         """Tell lenders that they may come. Ray has placed what belongs to the job itself before."""
         if takes_lent_nodes(self._logs):
             package, address = engine_spec(self._config).package, ray.get_runtime_context().gcs_address
-            continues = self._config.rollout.partial
-            Offer(address, self._config.model.path, versions_of(package), continues).write(self._logs)
+            continues, token = self._config.rollout.partial, digest_of(self._logs / TOKEN)
+            Offer(address, self._config.model.path, versions_of(package), continues, token).write(self._logs)
             self._next_look = 0.0
         elif self._config.rollout.engines == "lent":
             raise UserError(
