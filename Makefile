@@ -158,6 +158,7 @@ build/bench: benchmarks/requirements.txt | .venv/test
 
 bench: export PYTHONPATH := $(CURDIR)/build/bench
 bench: .venv/test build/bench
+	.ci/install-slurm
 	$(BIN)/python -m benchmarks.sft
 	$(BIN)/python -m benchmarks.preferences
 	$(BIN)/python -m benchmarks.scaling
@@ -165,6 +166,8 @@ bench: .venv/test build/bench
 	$(BIN)/python -m benchmarks.ppo
 	$(BIN)/python -m benchmarks.weight_sync
 	$(BIN)/python -m benchmarks.lent_weights
+	$(BIN)/python -m benchmarks.lent_nodes --engine hf
+	$(BIN)/python -m benchmarks.lent_nodes --engine vllm --lenders 2
 	$(BIN)/python -m benchmarks.carrier
 	$(BIN)/python -m benchmarks.generate
 	$(BIN)/python -m benchmarks.rollout --engine hf

@@ -18,18 +18,19 @@ from pathlib import Path
 
 from benchmarks.common import median, pin, publish, table
 from hpc_rl.formats.offer import read_lent_nodes
-from tests.e2e.test_ppo_on_slurm import make_ppo_workspace, records
+from hpc_rl.tracking.metrics import read_metrics
+from tests.e2e.test_ppo_on_slurm import make_ppo_workspace
 from tests.e2e.workspace import Workspace
 from tests.helpers import make_tiny_model
 from tests.sandbox.cluster import Cluster
 
-PROMPTS, RESPONSES = 32, 4
+PROMPTS, RESPONSES = 48, 4
 RUN = [
     *("model.path=large", "data.train_files=sums/train.jsonl", "data.val_files=null", "trainer.device=cpu"),
     *("data.max_prompt_length=64", "data.max_response_length=96", "reward.function=reward.py:score"),
-    *(f"data.train_batch_size={PROMPTS}", f"rollout.n={RESPONSES}", "actor.mini_batch_size=128"),
+    *(f"data.train_batch_size={PROMPTS}", f"rollout.n={RESPONSES}", "actor.mini_batch_size=192"),
     *("trainer.micro_tokens=4096", "algorithm=grpo", "actor.optim.lr=1e-6", "trainer.total_training_steps=100000"),
-    *("rollout.engines=lent", "rollout.max_num_seqs=16", "slurm.mem=5G"),
+    *("rollout.engines=lent", "rollout.max_num_seqs=8", "slurm.mem=5G"),
 ]
 NAME = "guest"
 
@@ -47,7 +48,8 @@ def has_tokens_of(attempt: Path, lenders: int) -> bool:
 
 def speeds(workspace: Workspace, since: int) -> list[float]:
     """Return the tokens per second of generation in each step from `since` on."""
-    found = [record for record in records(workspace, NAME) if "timing_s/gen" in record][since:]
+    records = read_metrics(workspace.folder / f"runs/{NAME}/metrics.jsonl")
+    found = [record for record in records if "timing_s/gen" in record][since:]
     return [one["response_length/mean"] * PROMPTS * RESPONSES / one["timing_s/gen"] for one in found]
 
 

@@ -20,6 +20,7 @@ SMALL = {
     "ray_up": "--nodes 2 --repeats 1",
     "ppo": "--repeats 1 --steps 1",
     "weight_sync": "--repeats 1",
+    "lent_nodes": "--lenders 1 --steps 1",
     "lent_weights": "--repeats 1",
     "carrier": "--repeats 1",
     "generate": "--engine hf --prompts 8 --n 2 --tokens 16 --repeats 1",

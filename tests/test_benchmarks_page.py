@@ -14,6 +14,7 @@ from benchmarks import (
     generate,
     gpu_jobs,
     lenders,
+    lent_nodes,
     lent_weights,
     ray_up,
     rollout,
@@ -80,6 +81,11 @@ def weights_of_lent_engines() -> Iterator[str]:
     yield from map(line, lent_weights.rows_of(result("lent_weights")))
 
 
+def generation_on_lent_nodes() -> Iterator[str]:
+    for engine in ("hf", "vllm"):
+        yield from (line([engine, *row]) for row in lent_nodes.rows_of(result(f"lent_nodes_{engine}")))
+
+
 def start_of_ray() -> Iterator[str]:
     yield from map(line, ray_up.rows_of(result("ray_up")))
 
@@ -144,6 +150,7 @@ TABLES = (
     reinforcement_learning,
     weight_sync,
     weights_of_lent_engines,
+    generation_on_lent_nodes,
     start_of_ray,
     adapters,
     generation,
