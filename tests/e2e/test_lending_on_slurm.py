@@ -39,8 +39,9 @@ def test_a_run_without_engines_equals_one_with_its_own(workspace: Workspace) -> 
 def lent_tokens(workspace: Workspace, run: str) -> Counter[str]:
     """Return the tokens that the nodes of each lender have generated in the newest attempt, by its job."""
     found: Counter[str] = Counter()
-    for lender in read_lent_nodes(RunDir(workspace.folder / "runs" / run).attempts()[-1]):
-        found[lender.job] += lender.tokens
+    for attempt in RunDir(workspace.folder / "runs" / run).attempts()[-1:]:
+        for lender in read_lent_nodes(attempt):
+            found[lender.job] += lender.tokens
     return found
 
 
