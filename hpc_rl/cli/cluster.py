@@ -136,12 +136,13 @@ def explain(
         further = {"launch_error": found.launch_error, "plan": found.plan}
         print(json.dumps({"state": state, **known, **last, **further}, indent=2))
         return
-    if state is not None and state not in diagnosis.FAILED:
+    has_not_failed = state is not None and state not in diagnosis.FAILED
+    if has_not_failed:
         said = f"it was cancelled{by}" if state == CANCELLED else f"its state is {state}"
         print(f"run {target} has not failed: {said}")
         if never:
             print(f"it will not start by waiting: {never}")
-    if text := explanation_text(found):
+    if text := explanation_text(found, brief=has_not_failed):
         print(text)
 
 

@@ -87,7 +87,7 @@ def explanation_text(found: Explanation, brief: bool = False) -> str:
     """Render the job's own last message, the most likely cause in full, and the other findings in one line each.
 
     Args:
-        brief: leave out the other findings.
+        brief: leave out the other findings, and lines of an unknown failure.
     """
     blocks = ["\n".join(line[:MOST_SHOWN] for line in found.verdict)] if found.verdict else []
     if found.findings:

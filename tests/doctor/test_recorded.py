@@ -7,6 +7,7 @@ recording of a real run that failed in the same part.
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 
@@ -230,3 +231,7 @@ def test_the_commands_show_the_jobs_own_message_first(tmp_path: Path) -> None:
         == "run second has not failed: its state is COMPLETED\n"
     )
     assert hpc_rl("status", "second", folder=tmp_path, check=True).stdout.startswith("run ")
+    status = tmp_path / "runs/second/status.json"
+    status.write_text(json.dumps({**json.loads(status.read_text()), "state": "RUNNING"}))
+    shown = hpc_rl("explain", "second", folder=tmp_path, check=True).stdout
+    assert "has not failed: its state is " in shown and "the last lines" not in shown
