@@ -19,7 +19,7 @@ from typing import Any
 from transformers import AutoTokenizer
 from transformers.utils import logging
 
-from tests.helpers import make_tiny_model
+from hpc_rl.probes.tiny_model import make_tiny_model
 
 FOLDER = Path("demo")
 CHAT_TEMPLATE = (

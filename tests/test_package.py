@@ -1,6 +1,8 @@
 """setup.cfg: what an installation contains."""
 
 import configparser
+import subprocess
+import sys
 from fnmatch import fnmatch
 from pathlib import Path
 
@@ -47,3 +49,9 @@ def test_every_file_beside_the_code_is_installed() -> None:
         name for path in data if not any(fnmatch(name := str(path.relative_to(ROOT)), pattern) for pattern in patterns)
     ]
     assert data and not missing
+
+
+def test_demos_need_no_test_package() -> None:
+    program = "import sys; sys.modules['pytest'] = None; import tests.demo, tests.demo_pipeline, tests.demo_tools"
+    ended = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert ended.returncode == 0, ended.stderr

@@ -8,12 +8,14 @@ and exit with code 75. The entry ends its processes only if that takes too long,
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import signal
 import subprocess
 import threading
 import time
 from collections.abc import Sequence
+from pathlib import Path
 from typing import NamedTuple
 
 from hpc_rl.errors import EXIT_STOPPED
@@ -87,6 +89,16 @@ def has_to_end(received: Sequence[ReceivedSignal], since_s: float, rendezvous: R
         return True
     # srun terminates all tasks after the first failure.
     return has_failed(rendezvous) or (since_s >= SAVING_S and terminated_file(rendezvous.attempt_dir).exists())
+
+
+def time_left(attempt_dir: Path) -> float:
+    """Return the seconds in which a job that Slurm ends has to end by itself: what is left of KillWait is for the job
+    script. Infinite if Slurm does not end the job."""
+    try:
+        ended = terminated_file(attempt_dir).stat().st_mtime
+    except OSError:
+        return math.inf
+    return max(0.0, ended + SAVING_S + ASKED_GRACE_S - time.time())
 
 
 def has_failed(rendezvous: Rendezvous) -> bool:

@@ -150,13 +150,21 @@ def _for_environments(run: RunDir) -> dict[str, Any]:
     return {**_shared(config), **own, "lend.engine_package": package, "lend.resource": LENT_ENVIRONMENTS}
 
 
+def _kind_of(run: RunDir) -> str:
+    """Return the kind of a run's job. A script of `hpc-rl render` that sbatch starts leaves no record of it."""
+    kind = run.read_job().get("kind")
+    if kind is None:
+        raise UserError(f"run {run.name} was not started by `hpc-rl submit`, and only such runs take lent nodes")
+    return str(kind)
+
+
 def borrower(run: RunDir) -> PpoConfig:
     """Return the options of a run that takes lent nodes.
 
     Raises:
         UserError: it does not take any.
     """
-    kind = run.read_job().get("kind")
+    kind = _kind_of(run)
     if kind != "ppo":
         scores = "; to score its checkpoints, add --role eval" if kind in _SCORED else ""
         raise UserError(
@@ -208,7 +216,7 @@ def followed(run: RunDir) -> PpoConfig | FinetuneConfig:
     Raises:
         UserError: it has none.
     """
-    kind = run.read_job().get("kind")
+    kind = _kind_of(run)
     if kind not in _SCORED:
         raise UserError(
             f"run {run.name} is of kind {kind}: --role eval scores the checkpoints of runs of `hpc-rl submit sft`, "

@@ -94,7 +94,7 @@ def run_steps(
         step: makes a step, with the phases of the clock. It counts it in `state.step`, decides on `state.stop` and
             `state.save` (see `decide`), and returns metrics; none if the run stops and the step was discarded.
         save: writes a checkpoint, unless there is one of the step.
-        validate: returns the metrics of the validation data.
+        validate: returns the metrics of the validation data; it sets `state.stop` if the run stops meanwhile.
         recorded: is called when all of a completed step is recorded.
     """
     while state.step < state.total_steps and not state.stop:
@@ -113,6 +113,9 @@ def run_steps(
             if validates:
                 with clock("testing"):
                     metrics |= validate()
+                if state.stop:
+                    with clock("save_checkpoint"):
+                        save()
         if (seconds := state.saver.take_seconds()) is not None:
             clock.seconds[WRITING] = seconds
         state.stopping.note_save(clock.seconds)

@@ -1,6 +1,8 @@
 """What a node entry does when it is signalled."""
 
 import json
+import math
+import os
 import signal
 import subprocess
 import threading
@@ -10,7 +12,17 @@ import pytest
 
 from hpc_rl.node.rank import RankExit
 from hpc_rl.node.rendezvous import Rendezvous
-from hpc_rl.node.signals import ONE_S, SAVING_S, ReceivedSignal, ask_to_save, end_when, has_failed, has_to_end
+from hpc_rl.node.signals import (
+    ASKED_GRACE_S,
+    ONE_S,
+    SAVING_S,
+    ReceivedSignal,
+    ask_to_save,
+    end_when,
+    has_failed,
+    has_to_end,
+    time_left,
+)
 from hpc_rl.run_dir import RunDir, terminated_file
 
 TERM = ReceivedSignal(signal.SIGTERM, 0.0)
@@ -45,6 +57,15 @@ def test_the_time_is_short_if_the_whole_job_is_signalled(rendezvous: Rendezvous)
     terminated_file(rendezvous.attempt_dir).touch()
     assert not has_to_end([TERM], SAVING_S - 0.1, rendezvous)
     assert has_to_end([TERM], SAVING_S, rendezvous)
+
+
+def test_slurm_leaves_time_only_until_it_kills_the_job(rendezvous: Rendezvous) -> None:
+    assert time_left(rendezvous.attempt_dir) == math.inf
+    file = terminated_file(rendezvous.attempt_dir)
+    file.touch()
+    assert 0 < time_left(rendezvous.attempt_dir) <= SAVING_S + ASKED_GRACE_S
+    os.utime(file, (1, 1))
+    assert time_left(rendezvous.attempt_dir) == 0
 
 
 def test_there_is_no_time_to_save_after_a_failure(rendezvous: Rendezvous) -> None:

@@ -59,6 +59,7 @@ def test_a_lender_has_the_software_of_its_run_and_resources_of_its_own(folder: P
             {"kind": "sft"},
             "run math is of kind sft: only runs of `hpc-rl submit ppo` take engines",
         ),
+        ({"kind": None}, "run math was not started by `hpc-rl submit`"),
         ({"state": "COMPLETED"}, r"run math has ended \(COMPLETED\) and takes no nodes: resume it"),
         ({"state": "STOPPED"}, r"run math has ended \(STOPPED\)"),
         ({"trainer.nnodes": 1}, "is on one node, and listens only to itself: submit it with slurm.interface=NAME"),

@@ -22,6 +22,7 @@ from hpc_rl.node.ray_cluster.lender_turns import LenderTurns
 from hpc_rl.node.ray_cluster.watch import JobEnd, Watch
 from hpc_rl.node.rendezvous import WaitMessages
 from hpc_rl.node.shown_log import ShownLog
+from hpc_rl.node.signals import time_left
 from hpc_rl.software.ray_token import make_token
 from hpc_rl.system.deaths import meaning_of, ran_out_of_memory
 from hpc_rl.system.files import open_to_append
@@ -88,7 +89,7 @@ class Head:
     def end(self) -> None:
         """End what belongs to the run and still runs or waits."""
         self._end_driver()
-        self._lenders.end()
+        self._lenders.end(time_left(self._watch.rendezvous.attempt_dir))
 
     def _end_driver(self) -> None:
         if self._child is not None:

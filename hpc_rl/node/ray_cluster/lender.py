@@ -19,6 +19,7 @@ from pathlib import Path
 
 from hpc_rl.errors import EXIT_STOPPED, RunError, UserError
 from hpc_rl.formats.offer import LEAVING, LENT, Offer, read_offer, refusal_file, versions_of
+from hpc_rl.formats.usage import usage_file
 from hpc_rl.liveness.heartbeat import HEARTBEATS
 from hpc_rl.node.entry import add_common_options, run_with_others
 from hpc_rl.node.ray_cluster.environment import ray_environment
@@ -61,6 +62,13 @@ class Host:
     def is_open(self) -> bool:
         """Return whether the attempt has not ended. Its node 0 or its job script removes the token."""
         return self.token.exists() and not outcome_file(self.attempt_dir).exists()
+
+    def last_sign(self) -> float:
+        """Return when the first node last recorded what it uses, which it does at least once a minute."""
+        try:
+            return usage_file(self.attempt_dir, 0).stat().st_mtime
+        except OSError:
+            return 0.0
 
     def is_reached(self) -> bool:
         """Return whether Ray of the run's first node accepts connections from this node."""
@@ -106,7 +114,7 @@ def _lend(allocation: Allocation, rendezvous: Rendezvous, options: argparse.Name
                 continue
             print(f"hpc-rl: node {node}: {failure.reason}", flush=True)
             failures[host.attempt_dir] += 1
-            if failures[host.attempt_dir] == MOST_FAILURES and host.is_reached():
+            if failures[host.attempt_dir] >= MOST_FAILURES and host.is_reached():
                 raise RunError(f"Ray of node {node} has failed {MOST_FAILURES} times: see {rendezvous.attempt_dir}")
     if not must_leave():
         return 0
@@ -121,16 +129,25 @@ def _await_host(
     """Wait for an attempt of the run that takes nodes; None if the run has ended, or this job has to.
 
     Args:
-        lost: the attempts in which this node's Ray has failed. They count only while their first node is reached: it
-            may be lost, and then nobody closes them.
+        lost: the attempts in which this node's Ray has failed.
+
+    Raises:
+        UserError: the run's first node is not reached, although it lives. If it has died, nobody closes the attempt.
     """
-    deadline, is_said = time.monotonic() + wait_s, False
+    deadline, is_said, signs = time.monotonic() + wait_s, False, dict[Path, float]()
     while not must_leave():
         newest = run.attempts()[-1:]
         offer = read_offer(newest[0]) if newest else None
         host = Host(newest[0], offer) if offer else None
-        if host and host.is_open() and (host.attempt_dir not in lost or host.is_reached()):
-            return host
+        if host and host.is_open():
+            if host.is_reached():
+                return host
+            lives = host.last_sign() != signs.setdefault(host.attempt_dir, host.last_sign())
+            if lives and host.attempt_dir not in lost and host.is_open():
+                raise UserError(
+                    f"node {node} does not reach the first node of run {run.name} ({host.offer.gcs_address}): choose a "
+                    "partition whose nodes have a route to it, or set slurm.interface in both jobs"
+                )
         if ended := end_of(run):
             print(f"hpc-rl: node {node} leaves: run {run.name} has ended ({ended})", flush=True)
             return None
@@ -165,11 +182,6 @@ def _refuse(host: Host, run: RunDir, node: str, package: str | None) -> None:
         raise UserError(
             f"node {node} cannot join run {run.name}: its token {host.token} has been replaced since the run began. "
             f"To continue with a new one: hpc-rl stop {run.path}, then submit the run again"
-        )
-    if not host.is_reached() and host.is_open():
-        raise UserError(
-            f"node {node} does not reach the first node of run {run.name} ({host.offer.gcs_address}): choose a "
-            "partition whose nodes have a route to it, or set slurm.interface in both jobs"
         )
 
 

@@ -6,6 +6,7 @@ Each look is a process of its own with a deadline, because sbatch may be slow or
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import signal
 import subprocess
@@ -26,7 +27,7 @@ RETRY_S = 60.0
 TURN_TIMEOUT_S = 600.0
 """Deadline of a look after the jobs."""
 END_S = 12.0
-"""Deadline of the last one. Slurm kills the processes of a job 30 s after it has cancelled it (KillWait)."""
+"""Deadline of the last one, and of one that is in progress before it."""
 _SITE = "HPC_RL_SITE"
 
 
@@ -60,13 +61,18 @@ class LenderTurns:
         self._ordered, self._due = ordered, now + (look_s if is_number(look_s) else RETRY_S)
         self._begin(TURN_TIMEOUT_S)
 
-    def end(self) -> None:
-        """Cancel the jobs that wait, because the run ends."""
-        self._await(END_S)
+    def end(self, left_s: float = math.inf) -> None:
+        """Cancel the jobs that wait, because the run ends.
+
+        Args:
+            left_s: time until Slurm ends the processes of this job.
+        """
+        limit_s = min(END_S, left_s / 2)
+        self._await(limit_s)
         if not self._has_ended and needs_looks(self._run_dir):
             self._has_ended = True
-            self._begin(END_S, "--last")
-            self._await(END_S)
+            self._begin(limit_s, "--last")
+            self._await(limit_s)
 
     def _order_time(self) -> int | None:
         try:

@@ -301,10 +301,16 @@ def greedy_scores(batch: Batch, config: PpoConfig) -> torch.Tensor | None:
 
 
 def test(state: PpoState) -> dict[str, float]:
-    """Validate, log the first samples, and return the metrics. The engines stay awake for the next step."""
+    """Validate, log the first samples, and return the metrics; none if the run stops meanwhile. The engines stay awake
+    for the next step."""
     with state.batches.paused():
         state.rollout.wake()
-        found = validate(state.val, state.queue, state.scoring, state.tokenizer, state.config)
+        found = validate(
+            state.val, state.queue, state.scoring, state.tokenizer, state.config, lambda: state.stopping.due(0.0)
+        )
+    if found is None:
+        state.stop = True
+        return {}
     state.tracker.log_samples(state.step, found.samples, VAL)
     return found.metrics
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -35,9 +35,14 @@ def validate(
     scoring: Scoring,
     tokenizer: PreTrainedTokenizerBase,
     config: PpoConfig,
-) -> Validation:
+    stops: Callable[[], bool],
+) -> Validation | None:
     """Generate rollout.val.n responses to each prompt and score them. They are the same at each validation of the same
-    weights."""
+    weights.
+
+    Args:
+        stops: called from time to time if all engines may leave; returns whether the run stops, without a result.
+    """
     each = config.rollout.val
     sampling = Sampling(config.data.max_response_length, each.temperature, each.top_p)
     seeds = np.random.default_rng([config.trainer.seed]).integers(2**62, size=len(prompts) * each.n).tolist()
@@ -45,8 +50,11 @@ def validate(
         queue.ask(prompt, [(seed, sampling) for seed in seeds[index * each.n : (index + 1) * each.n]])
         for index, prompt in enumerate(prompts)
     ]
-    queue.wait(asked)
+    may_take_long = config.rollout.engines == "lent"
+    is_complete = queue.wait(asked, stops) if may_take_long else queue.wait(asked)
     queue.pause()
+    if not is_complete:
+        return None
     completions = [completion for one in asked for completion in one.completions()]
     prompts = [prompt for prompt in prompts for _ in range(each.n)]
     scores = scoring.start(prompts, completions).wait()

@@ -73,6 +73,8 @@ class LentEngines:
         publish: puts the policy's weights into Ray's object store, and returns the references.
         adapters: contents of adapter_config.json if engines compute with the policy's adapters; see Placement.
         logs: the attempt's folder, which lent nodes see.
+        sleeps: whether the run's own engines sleep, because they share their devices with the policy. While they are
+            awake, there may be no memory to publish weights.
     """
 
     def __init__(
@@ -82,7 +84,9 @@ class LentEngines:
         publish: Callable[[], list[Any]],
         adapters: Mapping[str, Any] | None,
         logs: Path,
+        sleeps: bool = False,
     ) -> None:
+        self._publishes_early = not config.rollout.staleness and not sleeps
         self.stall_s = config.rollout.lent_stall_s
         self._config, self._queue, self._publish, self._logs = config, queue, publish, logs
         self._placement = Placement(config.trainer.computes_on, "host", adapters=adapters)
@@ -190,7 +194,7 @@ class LentEngines:
         self._lenders[node["NodeID"]] = LentNode(job, name, places=engines, joined=time.time())
         print(f"job {job} lends node {name}: {counted(engines, 'engine')}", flush=True)
         # Between the batches of asynchronous training, the ranks are busy: the engines wait for the next weights.
-        if self._published is None and self._queue.version and not self._config.rollout.staleness:
+        if self._published is None and self._queue.version and self._publishes_early:
             self._published = self._publish()
         for index in range(engines):
             log = self._logs / f"node{rank}-lent{job}-engine{index}.log"

@@ -283,8 +283,9 @@ class RequestQueue(Respondent):
         call = self._calls[engine].popleft()
         try:
             found: SliceResult | None = Pending.of_calls([call]).wait()[0]
-        except (RunError, RayTaskError) as error:
-            if engine in self._lent:  # whatever goes wrong there, such as too little memory, is no matter of the run
+        except (UserError, RayTaskError) as error:
+            # Whatever goes wrong there is no matter of the run. What an own engine refuses too is the user's mistake.
+            if engine in self._lent and (self.own or isinstance(error, (RunError, RayTaskError))):
                 ray.kill(self._engines.actors[engine])
             elif not isinstance(error, ActorDiedError):
                 raise
@@ -376,7 +377,7 @@ class RequestQueue(Respondent):
         limit_s, option = self._start_s, MODEL_LIMIT
         if engine in self._lent and self._dispatch.running(engine):  # others could have its requests
             limit_s, option = self._lent_limit
-        if time.monotonic() - self._heard[engine] <= limit_s:
+        if time.monotonic() - self._heard[engine] <= max(limit_s, USUAL * self._loads_s.get(engine, 0)):
             return
         late = f"no answer within {limit_s:.0f} s ({option})"
         if engine not in self._lent:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from hpc_rl.data.prompts import Prompt
@@ -47,11 +47,14 @@ class Respondent(Protocol):
     def pause(self) -> None:
         """Wait until no engine generates. What is not complete stays where it is."""
 
-    def wait(self, asked: Sequence[Responses]) -> None:
-        """Wait until all these responses of its own are complete. See `turn`."""
+    def wait(self, asked: Sequence[Responses], stops: Callable[[], bool] = lambda: False) -> bool:
+        """Wait until all these responses of its own are complete, or until `stops`; return whether they are."""
         left = deque(asked)
         while left:
             while left and left[0].is_complete:
                 left.popleft()
+            if left and stops():
+                return False
             if left:
                 self.turn(TURN_S)
+        return True

@@ -81,7 +81,7 @@ class LentRollout(Rollout):
         none = EngineActors([], [], [], SYNC_TIMEOUT_S)
         self._finishes = not rollout.partial
         self.queue = RequestQueue(none, rollout.max_num_seqs, rollout.stall_s, start_s, _no_other)
-        self.lent = lent_engines(config, self.queue, policy, logs)
+        self.lent = lent_engines(config, self.queue, policy, logs, sleeps=False)
 
     def wait_until_ready(self, timeout_s: float) -> None:
         print("the job has no engines (rollout.engines=lent): it waits for nodes of `hpc-rl lend`", flush=True)
@@ -110,7 +110,7 @@ class InProcessRollout(Rollout):
         self._frees_memory = frees_memory
         places, limit_s = config.rollout.max_num_seqs, CALL_TIMEOUT_S
         self.queue = RequestQueue(workers.engines(), places, limit_s, limit_s, _no_other)
-        self.lent = lent_engines(config, self.queue, workers, logs)
+        self.lent = lent_engines(config, self.queue, workers, logs, frees_memory)
 
     def sync(self) -> None:
         self._workers.sync_engine().wait()
@@ -122,10 +122,10 @@ class InProcessRollout(Rollout):
             self._workers.sleep_engine().wait()
 
 
-def lent_engines(config: PpoConfig, queue: RequestQueue, policy: WorkerGroup, logs: Path) -> LentEngines:
-    """Let other jobs lend engines to a queue."""
+def lent_engines(config: PpoConfig, queue: RequestQueue, policy: WorkerGroup, logs: Path, sleeps: bool) -> LentEngines:
+    """Let other jobs lend engines to a queue. See LentEngines."""
     adapters = None if config.rollout.merge_lora or not config.model.lora.is_used else adapter_config(config)
-    return LentEngines(config, queue, lambda: policy.publish_weights().wait(SYNC_TIMEOUT_S), adapters, logs)
+    return LentEngines(config, queue, lambda: policy.publish_weights().wait(SYNC_TIMEOUT_S), adapters, logs, sleeps)
 
 
 def _no_other(_engine: int, error: Exception) -> NoReturn:
@@ -183,7 +183,7 @@ class SeparateRollout(Rollout):
             self._fleet.replace,
             revive=self._send_weights,
         )
-        self.lent = lent_engines(config, self.queue, policy, logs)
+        self.lent = lent_engines(config, self.queue, policy, logs, self._sleeps)
 
     def wait_before_workers(self, timeout_s: float) -> None:
         if self._sleeps:  # vLLM measures the free memory of the GPU, which has to stay constant meanwhile

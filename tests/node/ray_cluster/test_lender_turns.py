@@ -107,3 +107,15 @@ def test_a_look_has_a_deadline(
     poll_until(turns, tmp_path, 2)
     turns.end()
     assert "it is tried again" in capsys.readouterr().out
+
+
+def test_the_last_look_has_the_time_that_slurm_leaves(
+    turns: LenderTurns, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lender_turns, "END_S", 60)
+    (tmp_path / "hangs").touch()
+    order(tmp_path, 0.0)
+    poll_until(turns, tmp_path, 1)
+    began = time.monotonic()
+    turns.end(0.2)
+    assert time.monotonic() - began < 60

@@ -58,9 +58,12 @@ class Queue:
         token = request.seed % 10 if request.sampling.temperature else 5
         asked.found[request.number] = Completion(np.array([token], np.int32), np.zeros(1, np.float32), True)
 
-    def wait(self, asked: Sequence[QueuedResponses]) -> None:
+    def wait(self, asked: Sequence[QueuedResponses], stops: Callable[[], bool] = lambda: False) -> bool:
         while not all(one.is_complete for one in asked):
+            if stops():
+                return False
             self.turn(1.0)
+        return True
 
     def pause(self) -> None:
         self.is_paused = True

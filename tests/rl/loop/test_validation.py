@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 
 from hpc_rl.rl.loop.validation import Validation, validate
@@ -12,9 +14,23 @@ SAMPLED = ("rollout.val.n=3", "rollout.val.temperature=0.6", "rollout.val.top_p=
 
 
 def validated(*overrides: str) -> tuple[Validation, Queue]:
+    found, queue = begun(lambda: True, *overrides)
+    assert found is not None
+    return found, queue
+
+
+def begun(stops: Callable[[], bool], *overrides: str) -> tuple[Validation | None, Queue]:
     queue = Queue(0)
     config = ppo_config("trainer.log_val_generations=2", *overrides)
-    return validate(PROMPTS[:4], queue, Scoring(by_token), Words(), config), queue  # type: ignore[arg-type]
+    return validate(PROMPTS[:4], queue, Scoring(by_token), Words(), config, stops), queue  # type: ignore[arg-type]
+
+
+def test_a_stop_ends_it_if_all_engines_may_leave() -> None:
+    found, queue = begun(lambda: True, "rollout.engines=lent")
+    assert found is None and queue.is_paused
+    looks = iter([False, False, True])
+    assert begun(lambda: next(looks), "rollout.engines=lent")[0] is None
+    assert begun(lambda: False, "rollout.engines=lent")[0] == validated()[0]
 
 
 def test_one_greedy_response_to_each_prompt() -> None:

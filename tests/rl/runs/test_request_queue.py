@@ -202,6 +202,13 @@ def test_a_refused_request_is_the_users_mistake(cluster: None) -> None:
         queue.wait([ask(queue, REFUSES)])
 
 
+def test_what_only_a_lent_engine_refuses_is_no_matter_of_the_run(cluster: None) -> None:
+    queue = without_engines()
+    Lent(queue).admit()
+    with pytest.raises(UserError, match=r"^too long$"):
+        queue.wait([ask(queue, REFUSES)])
+
+
 def test_a_later_turn_goes_to_the_engine_of_the_earlier_one(cluster: None) -> None:
     queue = queue_of(Engines(2))
     first = [ask(queue, 0) for _ in range(6)]
