@@ -20,6 +20,7 @@ from hpc_rl.submission.adoption.parts import STARTS_RAY, ScriptPart, is_superflu
 from hpc_rl.submission.adoption.programs import LAUNCHER, PLAIN, RUNTIMES, STEP, name_of
 from hpc_rl.submission.adoption.shell import MARK, OF_SHELL, Scope, mark, plain
 
+_INTERFACE = re.compile(r"_(?:SOCKET_IFNAME|NETWORK_INTERFACE)=[\"']?=?([\w.-]+)[\"']?\s*$", re.M)
 _NO_SETUP = RUNTIMES | {"srun", "sbatch", "scancel", "mpirun"}
 
 
@@ -140,6 +141,9 @@ class _Walk:
             lost = "a line of set-up has no arguments of the script"
         if part.is_superfluous:
             self.superfluous.append(str(part.number))
+            if chosen := _INTERFACE.search(part.text):
+                own = f"slurm.interface={chosen[1]}"
+                job.checks.append(f"{part.place}: hpc-rl finds the network interface; to keep yours, add {own}")
         elif part.is_idle or (part.exports and lost):
             return
         elif part.words[1:2] == ["login"]:
@@ -205,7 +209,7 @@ class _Walk:
         elif not program.has_environment and (setup or "modules" in slurm or "/" in program.python):
             slurm["python"] = program.python
             job.checks.append(
-                f"hpc-rl has to be installed in the program's environment: {program.python} -m pip install hpc-rl"
+                f"hpc-rl has to be installed in the program's environment: {program.python} -m pip install FOLDER_OF_IT"
             )
         elif not program.has_environment:
             job.checks.append("the job uses the Python of this hpc-rl; slurm.python names another one that has hpc-rl")

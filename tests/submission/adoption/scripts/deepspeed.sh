@@ -6,7 +6,7 @@
 # - line 16, `python evaluate.py`: another program; submit it too, with --after RUN if one needs the other
 #
 # Check:
-# - hpc-rl has to be installed in the program's environment: python -m pip install hpc-rl
+# - hpc-rl has to be installed in the program's environment: python -m pip install FOLDER_OF_IT
 #
 # Superfluous, because hpc-rl does it:
 # - --gpu-bind=closest, lines 5, 6

@@ -5,7 +5,8 @@
 # - line 36, #SBATCH --exclusive: sbatch ignores it too, because it is below a command
 #
 # Check:
-# - hpc-rl has to be installed in the program's environment: python -m pip install hpc-rl
+# - line 17, `export NCCL_SOCKET_IFNAME=ib0`: hpc-rl finds the network interface; to keep yours, add slurm.interface=ib0
+# - hpc-rl has to be installed in the program's environment: python -m pip install FOLDER_OF_IT
 #
 # Superfluous, because hpc-rl does it:
 # - --output=logs/%x-%j.out, --error=logs/%x-%j.err, lines 16, 17, 21, 22, 23, 24, 26
