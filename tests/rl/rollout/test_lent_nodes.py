@@ -83,3 +83,18 @@ def test_an_engine_is_on_the_node_that_it_was_reserved_on(monkeypatch: pytest.Mo
     for device, more in (("cuda", {"GPU": 1}), ("cpu", {})):
         (first, _) = lent.reserve(node, device, 2)
         assert first.group == ([{**more, LENT: 1, "lent.41.0.gpu17": 0.001}] * 2, "STRICT_PACK")
+
+
+@pytest.mark.parametrize(("sleeps", "staleness", "publishes"), [(False, 0, 1), (True, 0, 0), (False, 1, 0)])
+def test_weights_are_published_between_steps_only_if_there_is_room(
+    sleeps: bool, staleness: int, publishes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    published: list[int] = []
+    queue: Any = SimpleNamespace(tokens=[], version=3)
+    config = ppo_config(f"rollout.staleness={staleness}", "rollout.engines=lent")
+    engines = lent.LentEngines(config, queue, lambda: published.append(1) or [], None, tmp_path, sleeps)  # type: ignore[func-returns-value]
+    engines._next_look = 0.0
+    node = {"NodeID": "a", "Alive": True, "Resources": {LENT: 0.0}, "NodeName": "lent.41.0.gpu17"}
+    monkeypatch.setattr(lent.ray, "nodes", lambda: [node])
+    engines.look()
+    assert len(published) == publishes
