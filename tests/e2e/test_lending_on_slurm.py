@@ -136,3 +136,13 @@ def test_lent_engines_of_vllm(workspace: Workspace, parallel: int) -> None:
     assert len(found) == 6
     assert all(record["training/rollout_probs_diff_mean"] < 1e-4 for record in found)  # after each sync
     workspace.wait_until(lambda: workspace.status(f"{name}-lend-1")["state"] == "COMPLETED", "the end of the lender")
+
+
+@pytest.mark.long
+def test_a_run_that_waits_for_lenders_in_a_validation_can_be_stopped(workspace: Workspace) -> None:
+    run = [*GRPO, "data.val_files=sums/val.jsonl", "trainer.test_freq=2", "rollout.engines=lent"]
+    workspace.ok("submit", "ppo", "--job-name", "idle", *run)
+    waits = "it waits for nodes of `hpc-rl lend`"
+    workspace.wait_until(lambda: waits in workspace.ok("logs", "idle"), "an idle run")
+    workspace.ok("stop", "idle")
+    workspace.wait_until(lambda: workspace.status("idle")["state"] == "STOPPED", "stopped")
