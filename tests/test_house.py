@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-MOST_LINES = {"hpc_rl": 82562, "tests": 84999}
+MOST_LINES = {"hpc_rl": 82559, "tests": 85000}
 """Lines of Python."""
 MOST_FILES = 17
 CROWDED = {

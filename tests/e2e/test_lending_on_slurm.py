@@ -145,4 +145,5 @@ def test_a_run_that_waits_for_lenders_in_a_validation_can_be_stopped(workspace: 
     waits = "it waits for nodes of `hpc-rl lend`"
     workspace.wait_until(lambda: waits in workspace.ok("logs", "idle"), "an idle run")
     workspace.ok("stop", "idle")
-    workspace.wait_until(lambda: workspace.status("idle")["state"] == "STOPPED", "stopped")
+    workspace.wait_until(lambda: workspace.status("idle")["state"] != "RUNNING", "stopped")
+    assert workspace.status("idle")["state"] == "STOPPED"

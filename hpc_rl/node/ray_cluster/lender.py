@@ -140,10 +140,10 @@ def _await_host(
         offer = read_offer(newest[0]) if newest else None
         host = Host(newest[0], offer) if offer else None
         if host and host.is_open():
+            sign = signs.setdefault(host.attempt_dir, host.last_sign())
             if host.is_reached():
                 return host
-            lives = host.last_sign() != signs.setdefault(host.attempt_dir, host.last_sign())
-            if lives and host.attempt_dir not in lost and host.is_open():
+            if host.last_sign() != sign and host.attempt_dir not in lost and host.is_open():
                 raise UserError(
                     f"node {node} does not reach the first node of run {run.name} ({host.offer.gcs_address}): choose a "
                     "partition whose nodes have a route to it, or set slurm.interface in both jobs"

@@ -104,14 +104,10 @@ class RequestQueue(Respondent):
         """Number of weight updates of this attempt."""
         self.repeated = 0
         """Requests that were repeated because their engine died."""
-        self._busy_s = 0.0
+        self.busy_s = 0.0
+        """Seconds that an engine has generated, on average, and those in which none was ready."""
         self.spans = Spans()
         """When engines generated: the run's own ones, and those of each other job."""
-
-    @property
-    def busy_s(self) -> float:
-        """Seconds that an engine has generated, on average, and those in which none was ready."""
-        return self._busy_s
 
     @property
     def capacity(self) -> int:
@@ -265,7 +261,7 @@ class RequestQueue(Respondent):
             elif not self._dispatch.present:  # all engines are lent ones, and none is there
                 time.sleep(min(timeout_s, TURN_S))
         if not self._dispatch.available:  # no engine is idle: they load, or there is none
-            self._busy_s += time.monotonic() - began
+            self.busy_s += time.monotonic() - began
         ready, silent = ray.wait(refs, num_returns=len(refs), timeout=0) if refs else ([], [])
         for ref in ready:
             if ref in first:
@@ -284,7 +280,7 @@ class RequestQueue(Respondent):
         try:
             found: SliceResult | None = Pending.of_calls([call]).wait()[0]
         except (UserError, RayTaskError) as error:
-            # Whatever goes wrong there is no matter of the run. What an own engine refuses too is the user's mistake.
+            # What goes wrong there does not end the run. Whether a refusal is the user's mistake, own engines show.
             if engine in self._lent and (self.own or isinstance(error, (RunError, RayTaskError))):
                 ray.kill(self._engines.actors[engine])
             elif not isinstance(error, ActorDiedError):
@@ -294,7 +290,7 @@ class RequestQueue(Respondent):
         self._heard[engine] = time.monotonic()
         if found is None:  # the call is one of `tell`
             return
-        self._busy_s += found.busy_s / len(self._dispatch.present)
+        self.busy_s += found.busy_s / len(self._dispatch.present)
         if found.busy_s:
             now = time.perf_counter()
             self.spans.add(self._phases[engine], now - found.busy_s, now)
@@ -376,8 +372,9 @@ class RequestQueue(Respondent):
         """Raise RunError if an engine takes too long to load its model. A lent one is ended."""
         limit_s, option = self._start_s, MODEL_LIMIT
         if engine in self._lent and self._dispatch.running(engine):  # others could have its requests
-            limit_s, option = self._lent_limit
-        if time.monotonic() - self._heard[engine] <= max(limit_s, USUAL * self._loads_s.get(engine, 0)):
+            stall_s, option = self._lent_limit
+            limit_s = max(stall_s, USUAL * self._loads_s.get(engine, 0.0))
+        if time.monotonic() - self._heard[engine] <= limit_s:
             return
         late = f"no answer within {limit_s:.0f} s ({option})"
         if engine not in self._lent:

@@ -209,7 +209,7 @@ class _Walk:
         elif not program.has_environment and (setup or "modules" in slurm or "/" in program.python):
             slurm["python"] = program.python
             job.checks.append(
-                f"hpc-rl has to be installed in the program's environment: {program.python} -m pip install FOLDER_OF_IT"
+                f"hpc-rl has to be in the program's environment: {program.python} -m pip install FOLDER_OF_HPC_RL"
             )
         elif not program.has_environment:
             job.checks.append("the job uses the Python of this hpc-rl; slurm.python names another one that has hpc-rl")

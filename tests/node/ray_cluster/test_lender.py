@@ -47,7 +47,7 @@ def test_an_attempt_that_is_open_and_reached_is_joined(run: RunDir, monkeypatch:
 
 def test_a_run_that_lives_and_is_not_reached_is_an_error(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
     reached(monkeypatch, False, False)
-    signs(monkeypatch, iter([5.0, 5.0, 6.0, 6.0]))
+    signs(monkeypatch, iter([5.0, 5.0, 5.0, 6.0]))
     with pytest.raises(UserError, match=r"^node n1 does not reach the first node of run .* \(10\.0\.0\.1:6379\)"):
         awaited(run)
 

@@ -5,7 +5,7 @@
 # - line 16, HF_TOKEN: a secret; export it in your shell, which jobs inherit
 #
 # Check:
-# - hpc-rl has to be installed in the program's environment: python -m pip install FOLDER_OF_IT
+# - hpc-rl has to be in the program's environment: python -m pip install FOLDER_OF_HPC_RL
 # - MODEL is Qwen/Qwen2.5-7B here: its default in the script
 # - VALUE1 comes from `$(basename "$MODEL")` in the script: set it in your shell, or replace it below
 # - SLURM_JOB_ID is known in the job only: set it in your shell, or replace it below

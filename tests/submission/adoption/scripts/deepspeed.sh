@@ -6,7 +6,7 @@
 # - line 16, `python evaluate.py`: another program; submit it too, with --after RUN if one needs the other
 #
 # Check:
-# - hpc-rl has to be installed in the program's environment: python -m pip install FOLDER_OF_IT
+# - hpc-rl has to be in the program's environment: python -m pip install FOLDER_OF_HPC_RL
 #
 # Superfluous, because hpc-rl does it:
 # - --gpu-bind=closest, lines 5, 6

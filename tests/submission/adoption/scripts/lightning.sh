@@ -6,7 +6,7 @@
 #
 # Check:
 # - the program has to read torchrun's RANK, LOCAL_RANK and WORLD_SIZE, not SLURM_PROCID
-# - hpc-rl has to be installed in the program's environment: python3 -m pip install FOLDER_OF_IT
+# - hpc-rl has to be in the program's environment: python3 -m pip install FOLDER_OF_HPC_RL
 # - SLURM_ARRAY_TASK_ID is known in the job only: set it in your shell, or replace it below
 # - arguments of the script are arguments of these lines, too: bash FILE ARGUMENTS
 

@@ -6,7 +6,7 @@
 #
 # Check:
 # - line 17, `export NCCL_SOCKET_IFNAME=ib0`: hpc-rl finds the network interface; to keep yours, add slurm.interface=ib0
-# - hpc-rl has to be installed in the program's environment: python -m pip install FOLDER_OF_IT
+# - hpc-rl has to be in the program's environment: python -m pip install FOLDER_OF_HPC_RL
 #
 # Superfluous, because hpc-rl does it:
 # - --output=logs/%x-%j.out, --error=logs/%x-%j.err, lines 16, 17, 21, 22, 23, 24, 26
